@@ -15,14 +15,14 @@ import torch
 import xxhash
 from open_clip.transform import PreprocessCfg, image_transform_v2
 from PIL import Image, ImageFile
+from torch.nn.functional import interpolate
 from torchvision.io import ImageReadMode, decode_jpeg
-from torchvision.transforms import InterpolationMode
-from torchvision.transforms.v2 import functional as tvf
 
 from pipeline.phash import SIDE
 
 JPEG_MAGIC = b"\xff\xd8\xff"
 JPEG_END = b"\xff\xd9"
+LUMA = np.array([0.299, 0.587, 0.114], np.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,22 +117,20 @@ class Decoder:
             frame = decode_jpeg(buffer, mode=ImageReadMode.RGB)
         except RuntimeError:  # PIL decides what is wrong, and knows how to keep a truncated image
             return self._slow(Image.open(io.BytesIO(data)))
+        rows = frame.permute(1, 2, 0)  # decode_jpeg's own memory order
         pixels = None
         if self._square is not None:
-            side, mode = self._square
-            pixels = tvf.center_crop(tvf.resize(frame, [side], interpolation=mode, antialias=True), [side, side])
+            pixels = _resize_and_crop(frame, *self._square)
         elif self._pil_steps:
-            pixels = self._transform(Image.fromarray(frame.permute(1, 2, 0).numpy()))
-        thumb = tvf.resize(frame, [SIDE, SIDE], interpolation=InterpolationMode.BILINEAR, antialias=True)
-        return Decoded(*size, pixels, _luma(thumb.permute(1, 2, 0).numpy()), _hash(frame.permute(1, 2, 0)))
+            pixels = self._transform(Image.fromarray(rows.numpy()))
+        return Decoded(*size, pixels, _thumb(frame), _hash(rows))
 
     def _slow(self, image: Any) -> Decoded:
         image.load()
         rgb = image.convert("RGB")
         pixels = self._transform(image) if self._pil_steps else None
-        frame = np.asarray(rgb)
-        thumb = np.asarray(rgb.resize((SIDE, SIDE), Image.Resampling.BILINEAR))
-        return Decoded(*image.size, pixels, _luma(thumb), _hash(torch.from_numpy(frame.copy())))
+        rows = torch.from_numpy(np.asarray(rgb).copy())
+        return Decoded(*image.size, pixels, _thumb(rows.permute(2, 0, 1)), _hash(rows))
 
     def _transform(self, image: Any) -> torch.Tensor:
         for step in self._pil_steps:
@@ -140,24 +138,40 @@ class Decoder:
         return torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1)
 
 
-def _square_side(cfg: PreprocessCfg) -> tuple[int, InterpolationMode] | None:
+def _square_side(cfg: PreprocessCfg) -> tuple[int, str] | None:
     """(side, interpolation) when the transform is "shortest side to n, crop n x n": the fast path's case."""
     height, width = (cfg.size, cfg.size) if isinstance(cfg.size, int) else cfg.size
     if cfg.resize_mode != "shortest" or height != width:
         return None
-    bilinear = cfg.interpolation == "bilinear"
-    return height, InterpolationMode.BILINEAR if bilinear else InterpolationMode.BICUBIC
+    return height, "bilinear" if cfg.interpolation == "bilinear" else "bicubic"
 
 
-def _luma(rgb: np.ndarray) -> np.ndarray:
-    """ITU-R 601 luma of uint8 (H, W, 3), the weights of JPEG and of PIL's `L`."""
-    return rgb.astype(np.float32) @ np.array([0.299, 0.587, 0.114], np.float32)
+def _resize_and_crop(frame: torch.Tensor, side: int, mode: str) -> torch.Tensor:
+    """uint8 (3, H, W) to (3, side, side): torchvision's Resize(side), antialiased, and CenterCrop(side)."""
+    height, width = frame.shape[1:]
+    short, long = min(height, width), int(side * max(height, width) / min(height, width))
+    if short != side or long != max(height, width):
+        shape = (side, long) if height == short else (long, side)
+        frame = interpolate(frame[None], shape, mode=mode, antialias=True)[0]
+    top, left = (round((n - side) / 2.0) for n in frame.shape[1:])
+    return frame[:, top : top + side, left : left + side]
 
 
-def _hash(frame: torch.Tensor) -> bytes:
-    """xxh3-128 over the frame's shape and its pixels in row order."""
-    h = xxhash.xxh3_128(str(tuple(frame.shape)).encode())
-    h.update(frame.contiguous().numpy())
+def _thumb(frame: torch.Tensor) -> np.ndarray:
+    """uint8 (3, H, W) to float32 (32, 32) luma (ITU-R 601 weights, as in JPEG), whole frame.
+
+    Large frames are thinned to about 160 pixels a side first: five samples for each pixel of the thumb.
+    """
+    step = max(1, min(frame.shape[1:]) // (5 * SIDE))
+    thin = frame[:, ::step, ::step].contiguous(memory_format=torch.contiguous_format)
+    small = interpolate(thin[None], (SIDE, SIDE), mode="bilinear", antialias=True)[0]
+    return np.tensordot(LUMA, small.numpy().astype(np.float32), 1)
+
+
+def _hash(rows: torch.Tensor) -> bytes:
+    """xxh3-128 over the shape and the bytes of uint8 (H, W, 3)."""
+    h = xxhash.xxh3_128(str(tuple(rows.shape)).encode())
+    h.update(rows.contiguous().numpy())
     return h.digest()
 
 
