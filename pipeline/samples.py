@@ -6,12 +6,13 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pipeline.shards import Member, RawSample, Shard
 
 IMAGE_EXTS = ("jpg", "jpeg", "png", "webp")
+JSON_TYPES: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool}
 HEX_UID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -23,7 +24,8 @@ class PoolConfig:
     missing: `error` lists absent shards and stops; `skip` goes on without them.
     caption_field, label_field: json fields that stand in for a txt / cls member.
     invalid_uid: a json uid that is not 32 hex digits is rejected, or replaced by a synthesised one.
-    json_fields: json fields kept as metadata columns (a `<stem>.parquet` beside the shard goes first).
+    json_fields: json fields kept as metadata columns, with their types (str, int, float, bool). A column of
+        `<stem>.parquet` beside the shard takes precedence.
     """
 
     shards: Any
@@ -31,7 +33,9 @@ class PoolConfig:
     caption_field: str = "caption"
     label_field: str = "label"
     invalid_uid: str = "reject"
-    json_fields: list[str] = field(default_factory=lambda: ["url", "original_width", "original_height"])
+    json_fields: dict[str, str] = field(
+        default_factory=lambda: {"url": "str", "original_width": "int", "original_height": "int"}
+    )
 
     def __post_init__(self) -> None:
         if not self.shards:
@@ -40,6 +44,13 @@ class PoolConfig:
             raise ValueError(f"missing={self.missing}: must be error or skip")
         if self.invalid_uid not in ("reject", "synthesise"):
             raise ValueError(f"invalid_uid={self.invalid_uid}: must be reject or synthesise")
+        for key, kind in self.json_fields.items():
+            if kind not in JSON_TYPES:
+                raise ValueError(f"json_fields.{key}={kind}: must be one of {', '.join(JSON_TYPES)}")
+
+    def reading(self) -> dict[str, Any]:
+        """The settings that decide what a sample reads as (not where the pool lies)."""
+        return {k: v for k, v in asdict(self).items() if k not in ("shards", "missing")}
 
 
 @dataclass(slots=True)
@@ -88,7 +99,7 @@ def read_sample(shard: Shard, shard_name: str, raw: RawSample, pool: PoolConfig)
         sample.status = "invalid_uid"
     _take_caption(sample, shard, record, pool)
     _take_label(sample, shard, record, pool)
-    sample.metadata = {k: record[k] for k in pool.json_fields if isinstance(record.get(k), (str, int, float))}
+    sample.metadata = {k: _typed(record.get(k), JSON_TYPES[kind]) for k, kind in pool.json_fields.items()}
     if sample.status != "ok":
         pass
     elif sample.image is None:
@@ -116,6 +127,15 @@ def _read_json(shard: Shard, members: Sequence[Member]) -> dict[str, Any]:
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def _typed(value: Any, kind: type) -> Any:
+    """`value` when it is of the declared type (an int serves as a float), else None."""
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        return None
+    return clean_text(value.encode("utf-8", "surrogatepass"))[0] if kind is str else value
 
 
 def _take_uid(sample: Sample, record: dict[str, Any], pool: PoolConfig) -> bool:

@@ -83,9 +83,18 @@ def listdir(path: str) -> list[str]:
 def signature(path: str) -> dict[str, Any]:
     """What changes when a file is replaced: its size, and its modification time or entity tag."""
     fs, p = resolve(path)
-    info = fs.info(p)
+    return _signature(fs.info(p))
+
+
+def signatures(folder: str) -> dict[str, dict[str, Any]]:
+    """`signature` of every entry of a folder by its name, in one listing."""
+    fs, p = resolve(folder)
+    return {name(info["name"]): _signature(info) for info in fs.ls(p, detail=True)} if fs.exists(p) else {}
+
+
+def _signature(info: dict[str, Any]) -> dict[str, Any]:
     mark = info.get("mtime") or info.get("ETag") or info.get("etag") or info.get("LastModified")
-    return {"size": int(info["size"]), "mark": str(mark)}
+    return {"size": int(info.get("size") or 0), "mark": str(mark)}
 
 
 def open_file(path: str, mode: str = "rb") -> IO[Any]:
