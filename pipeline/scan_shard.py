@@ -152,8 +152,6 @@ class ShardScanner:
         base = storage.name(task.shard)
         samples = []
         for raw in raws:
-            if raw.key in incomplete:
-                raw = RawSample(raw.key, [])
             sample = read_sample(shard, base, raw, self.pool)
             if raw.key in incomplete:
                 sample.status = "truncated_shard"
