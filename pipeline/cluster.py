@@ -16,7 +16,7 @@ from pipeline.errors import Refused, WinnowError
 RESTARTS = 3
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class ClusterConfig:
     """How many workers, and what each may use. Zero means: chosen from what the cluster has.
 
@@ -86,8 +86,7 @@ def map_actors(
     remote = ray.remote(
         num_cpus=workers.cpus, num_gpus=workers.gpus, max_restarts=RESTARTS, max_task_retries=RESTARTS
     )(actor)
-    shared = [ray.put(a) for a in args]
-    pool = [remote.remote(*shared) for _ in range(min(workers.count, len(tasks)))]
+    pool = [remote.remote(*args) for _ in range(min(workers.count, len(tasks)))]
     waiting: dict[Any, tuple[Any, Any]] = {}
     queue = iter(tasks)
 

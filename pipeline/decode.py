@@ -25,7 +25,7 @@ JPEG_END = b"\xff\xd9"
 LUMA = np.array([0.299, 0.587, 0.114], np.float32)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class DecodeConfig:
     """Limits that are checked on the header, before any pixel is decoded.
 

@@ -16,7 +16,7 @@ JSON_TYPES: dict[str, type] = {"str": str, "int": int, "float": float, "bool": b
 HEX_UID = re.compile(r"[0-9a-f]{32}")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class PoolConfig:
     """Where the pool is and how its samples are to be read.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from pipeline.errors import Refused, WinnowError
 from pipeline.progress import Progress
 from pipeline.samples import PoolConfig
 from pipeline.scan_shard import ShardScanner, ShardTask
-from pipeline.scorer import Scorer, ScorerConfig, fingerprint
+from pipeline.scorer import Scorer, ScorerConfig
 from pipeline.tables import TABLE_VERSION, ShardReport, TableSet, digest_json, shard_id
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ CPU_BATCH = 64  # a batch of activations a core; larger ones are no faster there
 BUDGET_MINIMUM = 10_000  # samples before a running scan is held against the error budget
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class ErrorBudget:
     """What share of the pool may be unreadable before the run stops.
 
@@ -43,19 +43,18 @@ class ErrorBudget:
         if unknown:
             raise ValueError(f"by_reason.{min(unknown)}: no such reason; known: {', '.join(reasons.REJECTED)}")
 
-    def check(self, reports: Sequence[ShardReport]) -> None:
-        """Raises WinnowError naming the worst shards of the first reason that is past its budget."""
-        total = sum(r.samples for r in reports)
-        counts: Counter[str] = Counter()
-        for r in reports:
-            counts.update(r.rejected())
+    def check(self, counts: Counter[str], total: float, reports: Iterable[ShardReport]) -> None:
+        """Hold counts by reason against `total` samples; `reports` are read only to name the worst shards.
+
+        Raises WinnowError for the most frequent reason that is past its budget.
+        """
         for reason, n in counts.most_common():
             allowed = self.by_reason.get(reason, self.max_fraction)
             if n > allowed * total:
                 worst = sorted(reports, key=lambda r: -r.rejected().get(reason, 0))[:5]
                 names = ", ".join(f"{r.shard} ({r.rejected().get(reason, 0)})" for r in worst)
                 raise WinnowError(
-                    f"{n} of {total} samples are rejected as {reason}, more than errors.max_fraction={allowed}"
+                    f"{n} of {total:.0f} samples are rejected as {reason}, more than errors.max_fraction={allowed:g}"
                     f" allows; most in: {names}. Mend these shards or set errors.by_reason.{reason}"
                 )
 
@@ -78,10 +77,7 @@ class Scan:
         return [r.id for r in self.reports]
 
     def rejected(self) -> dict[str, int]:
-        counts: Counter[str] = Counter()
-        for r in self.reports:
-            counts.update(r.rejected())
-        return dict(sorted(counts.items()))
+        return dict(sorted(_tally(self.reports).items()))
 
 
 class ScanWorker:
@@ -125,7 +121,7 @@ def scan(
     found, absent = _find(absolute)
     reachable = bool(found)
     identity, resolved = _identity(out, absolute, scorer, decode, workers, reachable)
-    tables = TableSet(storage.join(out, "features", digest_json(identity)))
+    tables = TableSet(storage.join(out, "features", _table_set_name(identity)))
     column = scorer.column if scorer else None
     listing = storage.join(tables.folder, f"pool-{digest_json([absolute.shards, absolute.missing])}.json")
     if not reachable:
@@ -143,9 +139,9 @@ def scan(
     if tasks:
         done |= _run(tables, resolved, absolute, decode, identity, workers, errors, tasks, len(found), done)
     reports = [done[shard_id(s)] for s in found]
-    errors.check(reports)
     if not any(r.status.get("ok") for r in reports):
-        raise Refused(f"no sample of the pool can be read: {_tally(reports)}")
+        raise Refused(f"no sample of the pool can be read: {_why(reports)}")
+    errors.check(_tally(reports), sum(r.samples for r in reports), reports)
     storage.write_json(listing, [asdict(r) for r in reports])
     return Scan(tables, reports, column, len(tasks))
 
@@ -206,6 +202,11 @@ def _identity(
     return identity, settled
 
 
+def _table_set_name(identity: dict[str, Any]) -> str:
+    """Digest of all that decides the content of tables; where the weights lie is not part of it."""
+    return digest_json({k: v for k, v in identity.items() if k != "source"})
+
+
 def _divide(tables: TableSet, found: list[str]) -> tuple[dict[str, ShardReport], list[ShardTask]]:
     """Reports of shards whose table is current, and tasks for the rest."""
     marks: dict[str, dict[str, Any]] = {}
@@ -253,24 +254,28 @@ def _run(
         "batch_size": identity["batch_size"],
     }
     fresh: dict[str, ShardReport] = {}
+    counts, samples = _tally(done.values()), sum(r.samples for r in done.values())
     with Progress("scan", total, done=total - len(tasks)) as progress:
         for _task, report in cluster.map_actors(workers, ScanWorker, [setup, workers.cpus], "scan", tasks):
             fresh[report.id] = report
             progress.step(report.samples)
-            so_far = [*done.values(), *fresh.values()]
-            if sum(r.samples for r in fresh.values()) >= BUDGET_MINIMUM:
-                errors.check(so_far)
+            counts.update(report.rejected())
+            samples += report.samples
+            if samples >= BUDGET_MINIMUM:  # stop early only for what the shards still to come cannot make good
+                expected = samples * total / (len(done) + len(fresh))
+                errors.check(counts, expected, fresh.values())
     return fresh
 
 
-def _tally(reports: Sequence[ShardReport]) -> str:
+def _tally(reports: Iterable[ShardReport]) -> Counter[str]:
+    """Rejected samples by reason."""
     counts: Counter[str] = Counter()
     for r in reports:
         counts.update(r.rejected())
+    return counts
+
+
+def _why(reports: Sequence[ShardReport]) -> str:
     damaged = [f"{storage.name(r.shard)}: {r.detail}" for r in reports if r.damage]
-    parts = [f"{n} {reason}" for reason, n in counts.most_common()] or ["the shards hold none"]
+    parts = [f"{n} {reason}" for reason, n in _tally(reports).most_common()] or ["the shards hold none"]
     return "; ".join([*parts, *damaged[:5]])
-
-
-def scorer_fingerprint(identity: dict[str, Any]) -> str | None:
-    return fingerprint(identity["scorer"]) if identity["scorer"] else None

@@ -32,7 +32,7 @@ open_clip.add_model_config(Path(__file__).parent / "models")
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class ScorerConfig:
     """Which model scores the pool.
 

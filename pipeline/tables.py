@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import IO, Any
 
@@ -122,6 +125,18 @@ class TableSet:
             frame = pl.from_arrow(pq.read_table(f, columns=[c for c in columns if c in have]))
         assert isinstance(frame, pl.DataFrame)
         return frame.with_columns(pl.lit(None).alias(c) for c in columns if c not in have).select(columns)
+
+    def stream(self, ids: Iterable[str], columns: Sequence[str]) -> Iterator[tuple[str, pl.DataFrame]]:
+        """(shard id, its columns) in the order of `ids`, read ahead by a few threads."""
+        ids = list(ids)
+        threads = min(8, os.cpu_count() or 1)
+        with ThreadPoolExecutor(threads) as pool:
+            ahead = deque(pool.submit(self.read, i, columns) for i in ids[: 2 * threads])
+            for n, shard in enumerate(ids):
+                frame = ahead.popleft().result()
+                if n + 2 * threads < len(ids):
+                    ahead.append(pool.submit(self.read, ids[n + 2 * threads], columns))
+                yield shard, frame
 
     def embeddings(self, shard: str, tower: str) -> np.ndarray:
         """float16 (rows, d) of `tower` (image or text); memory-mapped when local.

@@ -1,0 +1,92 @@
+"""Sorting uids at any size: bounded memory, spilled to local disk, the same order on every machine."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from pipeline.tables import TableSet
+
+SUBSET = np.dtype("u8,u8")
+RECORD = np.dtype([("hi", "<u8"), ("lo", "<u8"), ("shard", "<u4"), ("row", "<u4")])
+IN_MEMORY = 1 << 24  # records sorted at a time: 384 MiB, and as much again while sorting
+
+
+class UidSorter:
+    """Collects (uid, shard number, row) and gives them back sorted by uid, then shard, then row.
+
+    Up to IN_MEMORY records stay in one piece; more are split on disk into ranges of uids, at quantiles of
+    a sample, so that memory holds one range however uids are distributed (equal uids stay together).
+    """
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="winnow-uids-")
+        self._file = open(os.path.join(self._folder.name, "all"), "wb")
+        self.count = 0
+
+    def add(self, hi: np.ndarray, lo: np.ndarray, shard: int, rows: np.ndarray) -> None:
+        records = np.empty(len(hi), RECORD)
+        records["hi"], records["lo"], records["shard"], records["row"] = hi, lo, shard, rows
+        records.tofile(self._file)
+        self.count += len(records)
+
+    def sorted_ranges(self) -> Iterator[np.ndarray]:
+        """Record arrays, each sorted, each wholly before the next. Ends the sorter."""
+        self._file.close()
+        with self._folder:
+            if self.count == 0:
+                return
+            records = np.memmap(self._file.name, RECORD, "r")
+            if self.count <= IN_MEMORY:
+                yield _sorted(np.array(records))
+                return
+            yield from self._ranges(records)
+
+    def _ranges(self, records: np.ndarray) -> Iterator[np.ndarray]:
+        parts = -(-self.count * 2 // IN_MEMORY)
+        sample = np.sort(np.array(records["hi"][:: max(1, self.count // (1 << 20))]))
+        splits = sample[np.arange(1, parts) * len(sample) // parts]
+        files = [open(os.path.join(self._folder.name, f"part{i}"), "wb") for i in range(parts)]
+        for start in range(0, self.count, IN_MEMORY // 4):
+            block = np.array(records[start : start + IN_MEMORY // 4])
+            part = np.searchsorted(splits, block["hi"], side="right")
+            for i in np.unique(part):
+                block[part == i].tofile(files[i])
+        for f in files:
+            f.close()
+            yield _sorted(np.fromfile(f.name, RECORD))
+            os.unlink(f.name)
+
+
+def _sorted(records: np.ndarray) -> np.ndarray:
+    return records[np.lexsort((records["row"], records["shard"], records["lo"], records["hi"]))]
+
+
+def repeated_uids(tables: TableSet, ids: Sequence[str]) -> dict[str, np.ndarray]:
+    """Rows (int64, ascending) by shard id whose uid an earlier readable row of the pool already has.
+
+    Earlier is by (shard in pool order, position in the shard); rows that could not be read do not count.
+    """
+    sorter = UidSorter()
+    for number, (_id, frame) in enumerate(tables.stream(ids, ["uid_hi", "uid_lo", "status"])):
+        rows = np.flatnonzero((frame["status"] == "ok").to_numpy())
+        hi, lo = frame["uid_hi"].to_numpy()[rows], frame["uid_lo"].to_numpy()[rows]
+        sorter.add(hi, lo, number, rows)
+    found: dict[str, list[int]] = {}
+    for records in sorter.sorted_ranges():
+        same = (records["hi"][1:] == records["hi"][:-1]) & (records["lo"][1:] == records["lo"][:-1])
+        for record in records[1:][same]:
+            found.setdefault(ids[record["shard"]], []).append(int(record["row"]))
+    return {shard: np.sort(np.array(rows, np.int64)) for shard, rows in found.items()}
+
+
+def load_subset(path: str) -> np.ndarray:
+    """A subset file as a sorted `u8,u8` array, whatever its order on disk. Raises ValueError for another dtype."""
+    subset = np.load(path, mmap_mode="r")
+    if subset.ndim != 1 or subset.dtype != SUBSET:
+        raise ValueError(f"{path}: dtype {subset.dtype} {subset.shape}, a subset file is 1-D u8,u8")
+    order = np.lexsort((subset["f1"], subset["f0"]))
+    return np.asarray(subset)[order]
