@@ -1,0 +1,111 @@
+"""The filter stage: every filter's verdicts into one decision a sample; the first that fails names the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from filters.base import Filter, Verdict
+from pipeline import reasons
+from pipeline.decisions import DECISION, Chain
+from pipeline.errors import Refused
+from pipeline.uids import repeated_uids
+
+
+@dataclass(frozen=True)
+class FilterStage:
+    """First stage of a run: rejected samples and repeated uids are out, the rest is for the filters."""
+
+    filters: Sequence[Filter]
+    name: str = "filters"
+
+    def __post_init__(self) -> None:
+        for f in self.filters:
+            for reason, explanation in f.reasons().items():
+                reasons.register(reason, explanation)
+
+    def identity(self) -> dict[str, Any]:
+        return {"filters": [f.identity() for f in self.filters]}
+
+    def run(self, chain: Chain) -> Iterator[tuple[str, pl.DataFrame]]:
+        self._check_columns(chain)
+        repeated = repeated_uids(chain.tables, chain.ids)
+
+        def pool(columns: Sequence[str]) -> Iterator[pl.DataFrame]:
+            wanted = list(dict.fromkeys([*columns, "status"]))
+            for shard, frame in chain.tables.stream(chain.ids, wanted):
+                yield frame.filter(_readable(frame, repeated.get(shard)))
+
+        fitted = [f.fit(pool) for f in self.filters]
+        verdicts = [v for f in fitted for v in f.verdicts()]
+        needed = dict.fromkeys(c for f in fitted for c in f.columns())
+        columns = list(dict.fromkeys(["uid_hi", "uid_lo", "status", *needed]))
+        for shard, frame in chain.tables.stream(chain.ids, columns):
+            yield shard, decide(frame, verdicts, repeated.get(shard))
+
+    def _check_columns(self, chain: Chain) -> None:
+        """Refuse a column that no table has, before any work; one that some tables lack is null there."""
+        have: set[str] = set()
+        for shard in chain.ids[:: max(1, len(chain.ids) // 64)]:
+            have |= set(chain.tables.columns(shard))
+        optional = {"original_width", "original_height"}
+        for f in self.filters:
+            for column in f.columns():
+                if column not in have | optional:
+                    known = ", ".join(sorted(have))
+                    raise Refused(f"filters.{f.name}: the pool has no column {column!r}; it has: {known}")
+
+
+def decide(frame: pl.DataFrame, verdicts: Sequence[Verdict], repeated: np.ndarray | None) -> pl.DataFrame:
+    """Row-aligned decisions (see `DECISION`) for one shard.
+
+    A kept row carries the value and cut of the last verdict that has them.
+    """
+    first = pl.DataFrame({"repeated": ~_readable(frame.with_columns(status=pl.lit("ok")), repeated)})
+    frame = frame.with_columns(first)
+    out = [
+        Verdict("", pl.col("status") != "ok"),
+        Verdict("duplicate_uid", pl.col("repeated")),
+        *verdicts,
+    ]
+    fails = [v.fails.fill_null(True).alias(f"fails{i}") for i, v in enumerate(out)]
+    values = [_number(v).alias(f"value{i}") for i, v in enumerate(out)]
+    worked = frame.with_columns(*fails, *values)
+    reason = pl.coalesce(
+        pl.when(pl.col("fails0")).then(pl.col("status").cast(pl.String)),
+        *(pl.when(pl.col(f"fails{i}")).then(pl.lit(v.reason)) for i, v in enumerate(out) if i),
+    )
+    decided = [i for i, v in enumerate(out) if v.value is not None]
+    last = decided[-1] if decided else None
+    kept = pl.all_horizontal(~pl.col(f"fails{i}") for i in range(len(out)))
+
+    def where(number: list[pl.Expr]) -> pl.Expr:
+        chosen = pl.when(kept).then(number[last]) if last is not None else pl.when(kept).then(pl.lit(None))
+        for i in range(len(out)):
+            chosen = chosen.when(pl.col(f"fails{i}")).then(number[i])
+        return chosen.otherwise(None).cast(pl.Float64)
+
+    return worked.select(
+        "uid_hi",
+        "uid_lo",
+        kept=kept,
+        reason=reason,
+        value=where([pl.col(f"value{i}") for i in range(len(out))]),
+        cut=where([pl.lit(v.cut, pl.Float64) for v in out]),
+        copies=kept.cast(pl.UInt32),
+    ).cast(DECISION)  # type: ignore[arg-type]
+
+
+def _number(verdict: Verdict) -> pl.Expr:
+    return (verdict.value if verdict.value is not None else pl.lit(None)).cast(pl.Float64)
+
+
+def _readable(frame: pl.DataFrame, repeated: np.ndarray | None) -> pl.Series:
+    ok = (frame["status"] == "ok").to_numpy().copy()
+    if repeated is not None:
+        ok[repeated] = False
+    return pl.Series("readable", ok)
