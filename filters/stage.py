@@ -38,7 +38,7 @@ class FilterStage:
         def pool(columns: Sequence[str]) -> Iterator[pl.DataFrame]:
             wanted = list(dict.fromkeys([*columns, "status"]))
             for shard, frame in chain.tables.stream(chain.ids, wanted):
-                yield frame.filter(_readable(frame, repeated.get(shard)))
+                yield frame.filter((pl.col("status") == "ok") & ~_mask(len(frame), repeated.get(shard)))
 
         fitted = [f.fit(pool) for f in self.filters]
         verdicts = [v for f in fitted for v in f.verdicts()]
@@ -65,11 +65,9 @@ def decide(frame: pl.DataFrame, verdicts: Sequence[Verdict], repeated: np.ndarra
 
     A kept row carries the value and cut of the last verdict that has them.
     """
-    first = pl.DataFrame({"repeated": ~_readable(frame.with_columns(status=pl.lit("ok")), repeated)})
-    frame = frame.with_columns(first)
     out = [
-        Verdict("", pl.col("status") != "ok"),
-        Verdict("duplicate_uid", pl.col("repeated")),
+        Verdict("", pl.col("status") != "ok"),  # the status itself is the reason
+        Verdict("duplicate_uid", _mask(len(frame), repeated)),
         *verdicts,
     ]
     fails = [v.fails.fill_null(True).alias(f"fails{i}") for i, v in enumerate(out)]
@@ -104,8 +102,9 @@ def _number(verdict: Verdict) -> pl.Expr:
     return (verdict.value if verdict.value is not None else pl.lit(None)).cast(pl.Float64)
 
 
-def _readable(frame: pl.DataFrame, repeated: np.ndarray | None) -> pl.Series:
-    ok = (frame["status"] == "ok").to_numpy().copy()
-    if repeated is not None:
-        ok[repeated] = False
-    return pl.Series("readable", ok)
+def _mask(n: int, rows: np.ndarray | None) -> pl.Expr:
+    """A boolean column of n rows, true at `rows`."""
+    mask = np.zeros(n, bool)
+    if rows is not None:
+        mask[rows] = True
+    return pl.lit(pl.Series("repeated", mask))

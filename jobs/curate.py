@@ -1,0 +1,102 @@
+"""Curate a pool: scan it, decide on every sample, write the subset.
+
+python -m jobs.curate pool.shards='/data/pool/*.tar' out=/data/winnow scorer.weights=/data/filter
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING, DictConfig
+
+from filters.base import Filter
+from filters.stage import FilterStage
+from jobs.launch import build, build_target, launch, plain
+from pipeline import storage
+from pipeline.cluster import ClusterConfig
+from pipeline.decisions import Stage, run_chain
+from pipeline.decode import DecodeConfig
+from pipeline.errors import Refused
+from pipeline.manifest import Run, write_outputs
+from pipeline.samples import PoolConfig
+from pipeline.scan import ErrorBudget, scan
+from pipeline.scorer import ScorerConfig
+
+
+@dataclass(kw_only=True)
+class CurateConfig:
+    """out: the folder that holds tables and runs. run: this selection's name in it.
+
+    stages: the order of the links after the scan; those whose config group is `none` are passed over.
+    """
+
+    out: str = MISSING
+    run: str = "default"
+    seed: int = 0
+    pool: PoolConfig = MISSING
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
+    errors: ErrorBudget = field(default_factory=ErrorBudget)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    scorer: Any = None
+    filters: dict[str, Any] = field(default_factory=dict)
+    stages: list[str] = field(default_factory=lambda: ["filters"])
+
+
+def build_stages(config: DictConfig) -> list[Stage]:
+    """The links of the chain, in the order in which the configuration names them."""
+    makers = {"filters": _filter_stage}
+    stages = []
+    for name in config.stages:
+        if name not in makers:
+            raise Refused(f"stages: {name!r} is not a stage; known: {', '.join(makers)}")
+        stages.append(makers[name](config))
+    if not stages:
+        raise Refused("stages: name at least one")
+    return stages
+
+
+def _filter_stage(config: DictConfig) -> Stage:
+    built = [build_target(node, f"filters.{name}", Filter).named(str(name)) for name, node in config.filters.items()]
+    return FilterStage(built)
+
+
+def run(config: DictConfig) -> None:
+    pool = build(config.pool, "pool", PoolConfig)
+    scorer = build(config.scorer, "scorer", ScorerConfig) if config.scorer else None
+    decode = build(config.decode, "decode", DecodeConfig)
+    errors = build(config.errors, "errors", ErrorBudget)
+    cluster = build(config.cluster, "cluster", ClusterConfig)
+    stages = build_stages(config)
+    if config.out is None or "/" in config.run:
+        raise Refused(f"run={config.run}: must be a plain name")
+    here = Run(storage.absolute(config.out, "out"), config.run)
+    seconds: dict[str, float] = {}
+    with storage.lock(here.out):
+        started = time.monotonic()
+        scanned = scan(here.out, pool, scorer, decode, cluster, errors)
+        seconds["scan"] = round(time.monotonic() - started, 3)
+        last, results = run_chain(scanned, stages, here.path("stages"))
+        seconds |= {r.name: r.seconds for r in results}
+        started = time.monotonic()
+        about = {"config": plain(config), "seed": config.seed, "seconds": seconds, "scanned_shards": scanned.scanned}
+        receipt = write_outputs(here, scanned, last, results, about)
+    _print(here, receipt)
+
+
+def _print(run_: Run, receipt: dict[str, Any]) -> None:
+    """The funnel, as a person reads it."""
+    total = receipt["pool"]["samples"]
+    print(f"{total:>12,} samples in {receipt['pool']['shards']:,} shards")
+    for kind in ("rejected", "dropped"):
+        for reason, n in sorted(receipt[kind].items(), key=lambda x: -x[1]):
+            print(f"{n:>12,} {kind}: {reason} ({receipt['reasons'][reason]})")
+    print(f"{receipt['kept']:>12,} kept ({receipt['kept'] / max(total, 1):.1%})")
+    for damaged in receipt["pool"]["damaged_shards"]:
+        print(f"damaged: {damaged['shard']}: {damaged['detail']}; {damaged['lost']} samples lost")
+    print(f"\n{run_.folder}/ holds subset.npy, manifest.parquet, decisions/ and receipt.json")
+
+
+if __name__ == "__main__":
+    launch("curate", CurateConfig, run)
