@@ -82,7 +82,9 @@ def decide(frame: pl.DataFrame, verdicts: Sequence[Verdict], repeated: np.ndarra
     kept = pl.all_horizontal(~pl.col(f"fails{i}") for i in range(len(out)))
 
     def where(number: list[pl.Expr]) -> pl.Expr:
-        chosen = pl.when(kept).then(number[last]) if last is not None else pl.when(kept).then(pl.lit(None))
+        chosen: Any = (
+            pl.when(kept).then(number[last]) if last is not None else pl.when(kept).then(pl.lit(None))
+        )
         for i in range(len(out)):
             chosen = chosen.when(pl.col(f"fails{i}")).then(number[i])
         return chosen.otherwise(None).cast(pl.Float64)

@@ -58,7 +58,10 @@ def build_stages(config: DictConfig) -> list[Stage]:
 
 
 def _filter_stage(config: DictConfig) -> Stage:
-    built = [build_target(node, f"filters.{name}", Filter).named(str(name)) for name, node in config.filters.items()]
+    built = [
+        build_target(node, f"filters.{name}", Filter).named(str(name))
+        for name, node in config.filters.items()
+    ]
     return FilterStage(built)
 
 
@@ -80,7 +83,12 @@ def run(config: DictConfig) -> None:
         last, results = run_chain(scanned, stages, here.path("stages"))
         seconds |= {r.name: r.seconds for r in results}
         started = time.monotonic()
-        about = {"config": plain(config), "seed": config.seed, "seconds": seconds, "scanned_shards": scanned.scanned}
+        about = {
+            "config": plain(config),
+            "seed": config.seed,
+            "seconds": seconds,
+            "scanned_shards": scanned.scanned,
+        }
         receipt = write_outputs(here, scanned, last, results, about)
     _print(here, receipt)
 

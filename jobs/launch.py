@@ -49,13 +49,15 @@ def _exit_code(name: str, run: Callable[[DictConfig], None]) -> int:
         except OmegaConfBaseException as e:
             codes.append(_say(_one_line(e), Refused.exit_code))
         except KeyboardInterrupt:
-            codes.append(_say("interrupted; what is finished is kept, the same command goes on from there", 1))
+            codes.append(
+                _say("interrupted; what is finished is kept, the same command goes on from there", 1)
+            )
 
     sys.argv[1:] = [_quoted(a) for a in sys.argv[1:]]
     try:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(task)()
     except MissingConfigException as e:
-        return _say(f"{e.missing_cfg_file}: no such choice; choose from {', '.join(e.options or [])}", 2)
+        return _say(_no_choice(str(e.missing_cfg_file)), Refused.exit_code)
     except (HydraException, OmegaConfBaseException) as e:
         return _say(_one_line(e), Refused.exit_code)
     return max(codes, default=0)
@@ -64,6 +66,12 @@ def _exit_code(name: str, run: Callable[[DictConfig], None]) -> int:
 def _quoted(argument: str) -> str:
     """Paths may hold braces, brackets and commas, which Hydra's grammar would read as its own."""
     return re.sub(r"^([\w.@+~/]+=)((?:/|\./|~/|\w+://).*)$", r'\1"\2"', argument)
+
+
+def _no_choice(missing: str) -> str:
+    group = (CONF / missing).parent
+    choices = ", ".join(sorted(f.stem for f in group.glob("*.yaml")))
+    return f"{missing}: there is no such choice; choose from {choices or 'nothing: no such group'}"
 
 
 def _say(line: str, code: int) -> int:
@@ -76,10 +84,16 @@ def _one_line(error: Exception) -> str:
     if unknown := re.match(r"Could not override '([^']*)'", str(error)):
         return f"{unknown[1]}: there is no such key; --cfg job shows those there are"
     lines = [x.strip() for x in str(error).splitlines()]
-    kept = [x for x in lines if x and not x.startswith(("object_type=", "reference_type=", "Set the environment"))]
+    kept = [
+        x for x in lines if x and not x.startswith(("object_type=", "reference_type=", "Set the environment"))
+    ]
     text = "; ".join(kept).replace(":;", ":")
     cause = error.__cause__
-    return text if cause is None or str(cause).splitlines()[0] in text else f"{text} ({str(cause).splitlines()[0]})"
+    return (
+        text
+        if cause is None or str(cause).splitlines()[0] in text
+        else f"{text} ({str(cause).splitlines()[0]})"
+    )
 
 
 def build(node: DictConfig, key: str, schema: type[T] | None = None) -> T:
@@ -97,7 +111,7 @@ def build(node: DictConfig, key: str, schema: type[T] | None = None) -> T:
         raise Refused(f"{key}.{e}") from None
 
 
-def build_target(node: Any, key: str, base: type[T]) -> T:
+def build_target(node: Any, key: str, base: type) -> Any:
     """The object that a node's `_target_` names, built from its other keys. Raises Refused for any misfit."""
     if not isinstance(node, DictConfig) or "_target_" not in node:
         raise Refused(f"{key}: must be a mapping with a _target_, such as a file in conf/ gives")
@@ -107,7 +121,7 @@ def build_target(node: Any, key: str, base: type[T]) -> T:
         raise Refused(f"{key}._target_={node._target_}: {_one_line(e)}") from None
     if not issubclass(cls, base):
         raise Refused(f"{key}._target_={node._target_}: is not a {base.__name__}")
-    fields = OmegaConf.create({k: v for k, v in OmegaConf.to_container(node, resolve=True).items() if k != "_target_"})
+    fields = OmegaConf.create({k: v for k, v in plain(node).items() if k != "_target_"})
     return build(fields, key, cls)
 
 

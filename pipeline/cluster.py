@@ -34,7 +34,9 @@ class ClusterConfig:
                 raise ValueError(f"{key}={getattr(self, key)}: must be 0 (automatic) or more")
         gpus = self.gpus_per_worker
         if gpus is not None and (gpus < 0 or (gpus > 1 and gpus != int(gpus))):
-            raise ValueError(f"gpus_per_worker={gpus}: must be null, a fraction of one GPU, or a whole number")
+            raise ValueError(
+                f"gpus_per_worker={gpus}: must be null, a fraction of one GPU, or a whole number"
+            )
 
 
 @dataclass(frozen=True)
@@ -83,10 +85,10 @@ def map_actors(
     `actor(*args)` is built once a worker. A worker that dies is restarted and its tasks are given out
     again; a task that raises ends the map with that error.
     """
-    remote = ray.remote(
+    remote: Any = ray.remote(
         num_cpus=workers.cpus, num_gpus=workers.gpus, max_restarts=RESTARTS, max_task_retries=RESTARTS
     )(actor)
-    pool = [remote.remote(*args) for _ in range(min(workers.count, len(tasks)))]
+    pool: list[Any] = [remote.remote(*args) for _ in range(min(workers.count, len(tasks)))]
     waiting: dict[Any, tuple[Any, Any]] = {}
     queue = iter(tasks)
 
@@ -116,7 +118,9 @@ def _result(ref: Any, task: Any) -> Any:
         cause = e.cause if isinstance(e.cause, Exception) else e
         if isinstance(cause, WinnowError):
             raise cause from None
-        raise WinnowError(f"{_name(task)}: {type(cause).__name__}: {str(cause).strip().splitlines()[-1:]}") from e
+        raise WinnowError(
+            f"{_name(task)}: {type(cause).__name__}: {str(cause).strip().splitlines()[-1:]}"
+        ) from e
     except RayActorError as e:
         raise WinnowError(f"{_name(task)}: the worker died {RESTARTS + 1} times on it: {e}") from e
 
@@ -128,5 +132,3 @@ def _name(task: Any) -> str:
 def worker_device() -> str:
     """The device of the calling Ray worker: its GPU when it was given one, else the CPU."""
     return "cuda" if ray.get_gpu_ids() else "cpu"
-
-

@@ -83,7 +83,9 @@ class Decoder:
         if preprocess is None:
             self._pil_steps, self._square = [], None
         else:
-            *self._pil_steps, _to_tensor, _normalise = image_transform_v2(preprocess, is_train=False).transforms
+            *self._pil_steps, _to_tensor, _normalise = image_transform_v2(
+                preprocess, is_train=False
+            ).transforms
             self._square = _square_side(preprocess)
 
     def __call__(self, data: bytes) -> Decoded:
@@ -123,14 +125,14 @@ class Decoder:
             pixels = _resize_and_crop(frame, *self._square)
         elif self._pil_steps:
             pixels = self._transform(Image.fromarray(rows.numpy()))
-        return Decoded(*size, pixels, _thumb(frame), _hash(rows))
+        return Decoded(size[0], size[1], pixels, _thumb(frame), _hash(rows))
 
     def _slow(self, image: Any) -> Decoded:
         image.load()
         rgb = image.convert("RGB")
         pixels = self._transform(image) if self._pil_steps else None
         rows = torch.from_numpy(np.asarray(rgb).copy())
-        return Decoded(*image.size, pixels, _thumb(rows.permute(2, 0, 1)), _hash(rows))
+        return Decoded(image.width, image.height, pixels, _thumb(rows.permute(2, 0, 1)), _hash(rows))
 
     def _transform(self, image: Any) -> torch.Tensor:
         for step in self._pil_steps:
@@ -171,7 +173,7 @@ def _thumb(frame: torch.Tensor) -> np.ndarray:
 def _hash(rows: torch.Tensor) -> bytes:
     """xxh3-128 over the shape and the bytes of uint8 (H, W, 3)."""
     h = xxhash.xxh3_128(str(tuple(rows.shape)).encode())
-    h.update(rows.contiguous().numpy())
+    h.update(rows.contiguous().numpy().data)
     return h.digest()
 
 

@@ -21,7 +21,17 @@ from pipeline.scan import Scan
 from pipeline.tables import ShardReport, TableSet
 from pipeline.uids import SUBSET, UidSorter
 
-VERSIONED = ("winnow", "ray", "torch", "torchvision", "open-clip-torch", "faiss-gpu", "faiss-cpu", "polars", "numpy")
+VERSIONED = (
+    "winnow",
+    "ray",
+    "torch",
+    "torchvision",
+    "open-clip-torch",
+    "faiss-gpu",
+    "faiss-cpu",
+    "polars",
+    "numpy",
+)
 
 
 @dataclass(frozen=True)
@@ -47,14 +57,18 @@ class Run:
         path = self.path("receipt.json")
         if not storage.exists(path):
             runs = storage.listdir(storage.join(self.out, "runs"))
-            raise Refused(f"out={self.out} run={self.name}: no finished run there (runs: {', '.join(runs) or 'none'})")
+            raise Refused(
+                f"out={self.out} run={self.name}: no finished run there (runs: {', '.join(runs) or 'none'})"
+            )
         return storage.read_json(path)
 
     def tables(self) -> TableSet:
         return TableSet(storage.join(self.out, "features", self.receipt()["tables"]))
 
 
-def write_outputs(run: Run, scan: Scan, last: Decisions, results: Sequence[StageResult], about: dict[str, Any]) -> dict:
+def write_outputs(
+    run: Run, scan: Scan, last: Decisions, results: Sequence[StageResult], about: dict[str, Any]
+) -> dict:
     """Write everything and return the receipt; `about` adds its config, seconds and seed.
 
     Raises WinnowError when shards, decisions, manifest and subset do not tell the same numbers.
@@ -71,7 +85,9 @@ def write_outputs(run: Run, scan: Scan, last: Decisions, results: Sequence[Stage
                 accounts.append(_account(report, frame))
                 if len(kept):
                     order = pl.int_range(entries, entries + len(kept), eager=True)
-                    writer.write_table(kept.with_columns(order=order).to_arrow().select(schema.names).cast(schema))
+                    writer.write_table(
+                        kept.with_columns(order=order).to_arrow().select(schema.names).cast(schema)
+                    )
                 entries += len(kept)
                 copies = kept["copies"].to_numpy()
                 hi, lo = (np.repeat(kept[c].to_numpy(), copies) for c in ("uid_hi", "uid_lo"))
@@ -83,7 +99,9 @@ def write_outputs(run: Run, scan: Scan, last: Decisions, results: Sequence[Stage
     receipt = _receipt(run, scan, accounting, entries, written, results, about)
     storage.write_json(run.path("receipt.json"), receipt)
     if not receipt["adds_up"]:
-        raise WinnowError(f"{run.path('receipt.json')}: the run does not add up; its outputs are not to be used")
+        raise WinnowError(
+            f"{run.path('receipt.json')}: the run does not add up; its outputs are not to be used"
+        )
     return receipt
 
 
@@ -164,7 +182,9 @@ def _receipt(
         notes.update(report.notes)
     rejected = {r: n for r, n in sorted(counts.items()) if r in reasons.REJECTED}
     dropped = {r: n for r, n in sorted(counts.items()) if r not in reasons.REJECTED}
-    each = (accounting["kept"] + accounting["dropped"] + accounting["rejected"] == accounting["samples"]).all()
+    each = (
+        accounting["kept"] + accounting["dropped"] + accounting["rejected"] == accounting["samples"]
+    ).all()
     kept = int(accounting["kept"].sum())
     identity = scan.tables.identity()
     return {
@@ -191,9 +211,15 @@ def _receipt(
             and rejected == scan.rejected()
         ),
         "reasons": {r: reasons.explain(r) for r in sorted(counts)},
-        "stages": [{"name": r.name, "kept": r.kept, "entries": r.entries, "digest": r.digest} for r in results],
+        "stages": [
+            {"name": r.name, "kept": r.kept, "entries": r.entries, "digest": r.digest} for r in results
+        ],
         "tables": storage.name(scan.tables.folder),
-        "scorer": {"fingerprint": identity.get("fingerprint"), "column": scan.column, **(identity["scorer"] or {})},
+        "scorer": {
+            "fingerprint": identity.get("fingerprint"),
+            "column": scan.column,
+            **(identity["scorer"] or {}),
+        },
         **about,
         "versions": {"python": platform.python_version(), **versions()},
     }

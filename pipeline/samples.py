@@ -93,7 +93,7 @@ def format_uid(hi: int, lo: int) -> str:
 def read_sample(shard: Shard, shard_name: str, raw: RawSample, pool: PoolConfig) -> Sample:
     """Read everything of a sample but its pixels. Never raises for bad content: see `status`."""
     sample = Sample(raw.key, synthetic_uid(shard_name, raw.key), raw.members)
-    sample.image = _pick(raw.members, IMAGE_EXTS)
+    sample.image = pick(raw.members, IMAGE_EXTS)
     record = _read_json(shard, raw.members)
     if not _take_uid(sample, record, pool):
         sample.status = "invalid_uid"
@@ -111,15 +111,15 @@ def read_sample(shard: Shard, shard_name: str, raw: RawSample, pool: PoolConfig)
     return sample
 
 
-def _pick(members: Sequence[Member], exts: Sequence[str]) -> Member | None:
+def pick(members: Sequence[Member], exts: Sequence[str]) -> Member | None:
     """The member whose whole suffix is one of `exts`, else the first whose last part is."""
     exact = [m for m in members if m.suffix in exts]
     loose = [m for m in members if m.ext in exts]
-    return (exact or loose or [None])[0]
+    return next(iter(exact or loose), None)
 
 
 def _read_json(shard: Shard, members: Sequence[Member]) -> dict[str, Any]:
-    member = _pick(members, ["json"])
+    member = pick(members, ["json"])
     if member is None:
         return {}
     try:
@@ -135,7 +135,7 @@ def _typed(value: Any, kind: type) -> Any:
         return float(value)
     if type(value) is not kind:
         return None
-    return clean_text(value.encode("utf-8", "surrogatepass"))[0] if kind is str else value
+    return clean_text(str(value).encode("utf-8", "surrogatepass"))[0] if kind is str else value
 
 
 def _take_uid(sample: Sample, record: dict[str, Any], pool: PoolConfig) -> bool:
@@ -150,15 +150,17 @@ def _take_uid(sample: Sample, record: dict[str, Any], pool: PoolConfig) -> bool:
 
 
 def _take_caption(sample: Sample, shard: Shard, record: dict[str, Any], pool: PoolConfig) -> None:
-    member = _pick(sample.members, ["txt"])
+    member = pick(sample.members, ["txt"])
     if member is not None:
         sample.caption, sample.repaired = clean_text(shard.read(member))
     elif isinstance(record.get(pool.caption_field), str):
-        sample.caption, sample.repaired = clean_text(record[pool.caption_field].encode("utf-8", "surrogatepass"))
+        sample.caption, sample.repaired = clean_text(
+            record[pool.caption_field].encode("utf-8", "surrogatepass")
+        )
 
 
 def _take_label(sample: Sample, shard: Shard, record: dict[str, Any], pool: PoolConfig) -> None:
-    member = _pick(sample.members, ["cls"])
+    member = pick(sample.members, ["cls"])
     value = record.get(pool.label_field)
     if member is not None:
         sample.label = clean_text(shard.read(member))[0].strip()

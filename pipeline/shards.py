@@ -216,7 +216,9 @@ def _unzipped(local: str) -> Iterator[str]:
             return
     with tempfile.NamedTemporaryFile(prefix="winnow-", suffix=".tar") as plain:
         with gzip.open(local, "rb") as source, contextlib.suppress(EOFError, gzip.BadGzipFile, OSError):
-            shutil.copyfileobj(source, plain, 1 << 20)  # a cut stream leaves a cut tar, which the index reports
+            shutil.copyfileobj(
+                source, plain, 1 << 20
+            )  # a cut stream leaves a cut tar, which the index reports
         plain.flush()
         yield plain.name
 
@@ -239,7 +241,7 @@ def _index(f: Any, size: int) -> ShardIndex:
         f.seek(offset)
         try:
             info = tarfile.TarInfo.fromtarfile(headers)
-        except tarfile.EOFHeaderError:  # a block of zeros: the end, unless archives were joined
+        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]  # a block of zeros: the end, unless archives were joined
             ended = True
             offset = _next_content(f, offset + BLOCK, size)
             continue
@@ -266,7 +268,9 @@ def _index(f: Any, size: int) -> ShardIndex:
     return index
 
 
-def _add(index: ShardIndex, samples: dict[str, RawSample], info: tarfile.TarInfo, cut: bool = False) -> str | None:
+def _add(
+    index: ShardIndex, samples: dict[str, RawSample], info: tarfile.TarInfo, cut: bool = False
+) -> str | None:
     """Put a member with its sample; returns the sample's key, or None when the member is passed over."""
     path = info.name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     folder, slash, base = path.rpartition("/")

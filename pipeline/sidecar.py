@@ -81,7 +81,11 @@ def _check_npz(parquet: str, rows: int) -> None:
         for entry in archive.namelist():
             with archive.open(entry) as member:
                 version = np.lib.format.read_magic(member)
-                read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+                read = (
+                    np.lib.format.read_array_header_1_0
+                    if version == (1, 0)
+                    else np.lib.format.read_array_header_2_0
+                )
                 count = read(member)[0][0]
             if count != rows:
                 raise Refused(

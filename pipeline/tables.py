@@ -1,10 +1,10 @@
 """Feature tables on disk: one a shard, written in row groups, with embedding blocks beside it.
 
-    features/<table set>/<shard id>.parquet     one row a sample, in shard order
-    features/<table set>/<shard id>.image.npy   float16 (rows, d), unit length, NaN where there is none
-    features/<table set>/<shard id>.text.npy
-    features/<table set>/<shard id>.json        the shard's report; written last, so it commits the rest
-    features/<table set>/set.json               what the tables were made with
+features/<table set>/<shard id>.parquet     one row a sample, in shard order
+features/<table set>/<shard id>.image.npy   float16 (rows, d), unit length, NaN where there is none
+features/<table set>/<shard id>.text.npy
+features/<table set>/<shard id>.json        the shard's report; written last, so it commits the rest
+features/<table set>/set.json               what the tables were made with
 """
 
 from __future__ import annotations
@@ -152,7 +152,9 @@ class TableSet:
         scorer = self.identity()["scorer"]
         width = scorer["architecture"]["embed_dim"] if scorer else None
         if block.ndim != 2 or block.shape[1] != width:
-            raise WinnowError(f"{path}: embeddings are {block.shape[1:]} wide, those of this run's scorer {width}")
+            raise WinnowError(
+                f"{path}: embeddings are {block.shape[1:]} wide, those of this run's scorer {width}"
+            )
         return block
 
 
