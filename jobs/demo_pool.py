@@ -1,6 +1,7 @@
 """The default pool: webdataset shards with known faults, and a trusted set, made from OpenMoji's drawings.
 
-No pool can be shipped or downloaded here, so the demo makes one whose truth is known. What it is, and is not:
+The demo must run without a download, so it makes its own pool and knows the truth of every sample. What
+this pool is, and is not:
 
 - **Every drawing is drawn several times**, each time on a background of another colour, at another size,
   place and angle, and captioned by one of several templates over its names ("red apple on pink background").
@@ -10,7 +11,10 @@ No pool can be shipped or downloaded here, so the demo makes one whose truth is 
   pool that it has not seen, but hardly a drawing that it has not. That is far easier than a web pool, on
   purpose: a small CLIP trained from nothing has two minutes here. Figures on this pool say that the machinery
   works, and nothing about photos.
-- **Half of the templates name the background**, so colour alone tells part of the swapped captions.
+- **Half of the templates name the background**, so colour alone tells part of the swapped captions. An
+  open_clip model with a resnet10t at 32 px, trained on 40,000 samples (312 steps of 128, about 100 CPU
+  seconds), told right from swapped with an area under the ROC curve of .96: .995 where the caption names the
+  background, .91 elsewhere.
 - **Swapped captions are wrong for certain**: caption and picture share no word of their names (so a face
   never gets another face's caption). Hard negatives, which web pools hold, are missing.
 - **Groups** (the ``label`` of each sample) are broad and uneven; see `jobs.demo_drawings`, which also says
@@ -23,8 +27,8 @@ Layout (DataComp's, but five digits in a shard's name)::
     <to>/truth.parquet                         one row for each sample of the pool, see `TRUTH_SCHEMA`
     <to>/ATTRIBUTION.txt  <to>/build.json      licence line; config, versions and counts
 
-A sample is ``<key>.jpg|png|webp``, ``<key>.txt`` and ``<key>.json`` with ``uid`` (32 hex digits), ``label``
-(the group). Keys have gaps, are unsorted, and repeat from shard to shard.
+A sample is ``<key>.jpg|png|webp``, ``<key>.txt`` and ``<key>.json`` with ``uid`` (32 hex digits) and
+``label`` (the group). Keys have gaps, are unsorted, and repeat from shard to shard.
 """
 
 import io
@@ -137,7 +141,7 @@ class DemoPoolConfig:
     exact_dup: float = 0.05
     """Byte-identical pictures of clean samples, under another caption that is right too."""
     near_dup: float = 0.05
-    """Pictures of clean samples, re-encoded, resized or brightened, under another right caption."""
+    """Pictures of clean samples, re-encoded, resized or darkened a little, under another right caption."""
     truncated_image: float = 0.01
     undecodable_image: float = 0.003
     empty_caption: float = 0.003
@@ -443,13 +447,13 @@ def _drawn(config: DemoPoolConfig, sample: _Sample, raster: Image.Image) -> Imag
 
 
 def _altered(image: Image.Image, rng: random.Random) -> bytes:
-    how = rng.choice(("encoded", "resized", "brightened"))
+    how = rng.choice(("encoded", "resized", "darkened"))
     if how == "encoded":
         return _encoded(image, "jpg", quality=50)
     if how == "resized":
         side = round(image.width * rng.uniform(0.7, 0.85))
         return _encoded(image.resize((side, side), Image.Resampling.BICUBIC), "jpg")
-    return _encoded(ImageEnhance.Brightness(image).enhance(rng.uniform(0.85, 0.92)), "jpg")
+    return _encoded(ImageEnhance.Brightness(image).enhance(rng.uniform(0.93, 0.97)), "jpg")
 
 
 def _encoded(image: Image.Image, suffix: str, quality: int = 88) -> bytes:
