@@ -13,7 +13,7 @@ from omegaconf import MISSING, DictConfig
 
 from filters.base import Filter
 from filters.stage import FilterStage
-from jobs.launch import build, build_target, launch, plain
+from jobs.launch import build, build_target, launch, plain, register
 from pipeline import storage
 from pipeline.cluster import ClusterConfig
 from pipeline.decisions import Stage, run_chain
@@ -106,5 +106,7 @@ def _print(run_: Run, receipt: dict[str, Any]) -> None:
     print(f"\n{run_.folder}/ holds subset.npy, manifest.parquet, decisions/ and receipt.json")
 
 
+register("curate", CurateConfig)
+
 if __name__ == "__main__":
-    launch("curate", CurateConfig, run)
+    launch("curate", run)

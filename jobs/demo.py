@@ -15,11 +15,13 @@ import polars as pl
 from omegaconf import MISSING, DictConfig
 
 from jobs import curate, reshard, train_filter
-from jobs.demo_pool import DemoPool, DemoPoolConfig, build as build_pool
-from jobs.launch import build, launch
+from jobs.demo_pool import DemoPool, DemoPoolConfig
+from jobs.demo_pool import build as build_pool
+from jobs.launch import build, launch, register
 from pipeline import storage
 from pipeline.manifest import Run
 from pipeline.progress import Progress
+from pipeline.samples import format_uid
 
 RIGHT = ("clean", "exact_dup", "near_dup")  # kinds whose caption fits its picture
 TOP_FRACTION = 0.5
@@ -36,7 +38,10 @@ class DemoConfig:
 def run(node: DictConfig) -> None:
     config = build(node, "", DemoConfig)
     out = Path(storage.absolute(config.out, "out"))
-    pool = _say("1/4  the pool: drawings with names, some pairs swapped, copied or damaged", lambda: _pool(config, out))
+    pool = _say(
+        "1/4  the pool: drawings with names, some pairs swapped, copied or damaged",
+        lambda: _pool(config, out),
+    )
     _say("2/4  the filter network, trained on the trusted part", lambda: _train(pool, out))
     _say("3/4  curate: scan, score, keep the best half", lambda: _curate(pool, out))
     _say("4/4  training shards for open_clip", lambda: _reshard(out))
@@ -92,16 +97,14 @@ def _compare(done: Run, pool: DemoPool) -> None:
     """Hold what was kept against the truth."""
     truth = pl.read_parquet(pool.truth)
     manifest = pl.read_parquet(done.path("manifest.parquet"))
-    uids = manifest.select(uid=_hex("uid_hi") + _hex("uid_lo"))
+    uids = pl.DataFrame({"uid": [format_uid(*u) for u in manifest.select("uid_hi", "uid_lo").iter_rows()]})
     kept = truth.join(uids, on="uid", how="semi")
     right = [frame["kind"].is_in(RIGHT).mean() for frame in (truth, kept)]
     print(f"\nOf the pool's {len(truth):,} pairs, {right[0]:.1%} have the right caption.")
     print(f"Of the {len(kept):,} pairs that were kept, {right[1]:.1%} do.")
 
 
-def _hex(column: str) -> pl.Expr:
-    return pl.col(column).map_elements(lambda v: f"{v:016x}", pl.String)
-
+register("demo", DemoConfig)
 
 if __name__ == "__main__":
-    launch("demo", DemoConfig, run)
+    launch("demo", run)

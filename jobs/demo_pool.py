@@ -126,7 +126,7 @@ TEMPLATES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class DemoPoolConfig:
     """What to build. The shares are of `pool_pairs`; what they leave, less the lost samples, is clean."""
 

@@ -27,9 +27,13 @@ CONF = Path(__file__).resolve().parent.parent / "conf"
 T = TypeVar("T")
 
 
-def launch(name: str, schema: type, run: Callable[[DictConfig], None]) -> None:
-    """Run the job `name` (conf/<name>.yaml, typed by `schema`) and end the process with its exit code."""
+def register(name: str, schema: type) -> None:
+    """Make `schema` the type of conf/<name>.yaml."""
     ConfigStore.instance().store(name=f"{name}_schema", node=schema)
+
+
+def launch(name: str, run: Callable[[DictConfig], None]) -> None:
+    """Run the job `name`, configured by conf/<name>.yaml, and end the process with its exit code."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us whole, and leave in one line
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
     for noisy in ("httpx", "huggingface_hub", "ray", "matplotlib"):
