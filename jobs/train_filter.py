@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import cast
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -30,7 +31,12 @@ class TrainFilterConfig:
 
 def run(config: TrainFilterConfig) -> TrainResult:
     return train_network(
-        config.out, pool=config.pool, decode=config.decode, model=config.model, init=config.init, config=config.train
+        config.out,
+        pool=config.pool,
+        decode=config.decode,
+        model=config.model,
+        init=config.init,
+        config=config.train,
     )
 
 
@@ -39,7 +45,7 @@ ConfigStore.instance().store("train_filter_schema", TrainFilterConfig)
 
 @hydra.main(config_path="../conf", config_name="train_filter", version_base="1.3")
 def main(config: DictConfig) -> None:
-    result = run(OmegaConf.to_object(config))
+    result = run(cast(TrainFilterConfig, OmegaConf.to_object(config)))
     print(f"{config.out}: {result.describe()}")
 
 

@@ -34,7 +34,7 @@ class AugmentConfig:
 
 
 def augment(images: torch.Tensor, config: AugmentConfig) -> torch.Tensor:
-    """float (n, 3, H, W), values 0 to 255, to the same shape and range. Draws from torch's global generator."""
+    """float (n, 3, H, W), values 0 to 255, to the same; draws from torch's global generator."""
     if config.min_area < 1 or config.flip > 0:
         grid = affine_grid(_boxes(images, config), list(images.shape), align_corners=False)
         images = grid_sample(images, grid, padding_mode="reflection", align_corners=False)
@@ -50,7 +50,9 @@ def _boxes(images: torch.Tensor, config: AugmentConfig) -> torch.Tensor:
     n = len(images)
     half = (1 + config.min_area) / 2
     area = half + (1 - half) * _uniform(images, n)
-    aspect = torch.exp(math.log(ASPECT) * _uniform(images, n)) if config.min_area < 1 else torch.ones_like(area)
+    aspect = (
+        torch.exp(math.log(ASPECT) * _uniform(images, n)) if config.min_area < 1 else torch.ones_like(area)
+    )
     width, height = (area * aspect).sqrt().clamp(max=1), (area / aspect).sqrt().clamp(max=1)
     mirror = torch.where(torch.rand(n, device=images.device) < config.flip, -1.0, 1.0)
     boxes = torch.zeros(n, 2, 3, device=images.device)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -98,7 +98,13 @@ class TrustedPairs:
     def __init__(
         self, pool: PoolConfig, decoder: Decoder, tokenizer: Tokenizer, config: DataConfig, seed: int = 0
     ) -> None:
-        self.pool, self.decoder, self.tokenizer, self.config, self.seed = pool, decoder, tokenizer, config, seed
+        self.pool, self.decoder, self.tokenizer, self.config, self.seed = (
+            pool,
+            decoder,
+            tokenizer,
+            config,
+            seed,
+        )
         self.paths = _present(pool)
         self.tallies: dict[int, Tally] = {}
         self._counts = shards.CountFiles()
@@ -106,19 +112,21 @@ class TrustedPairs:
         self._free = config.cache_bytes
         self._decoders = ThreadPoolExecutor(os.cpu_count(), "decode")
 
-    def batches(self, size: int, position: Position) -> Iterator[tuple[Pairs, Position]]:
+    def batches(self, size: int, position: Position) -> Generator[tuple[Pairs, Position], None, None]:
         """Batches without end from `position` on, each with the position that follows it.
 
         Pairs left over at the end of a window wait for the next epoch. A pool of less than `size` pairs is
         one batch. Raises WinnowError when a whole epoch gives fewer than two pairs.
         """
-        with ThreadPoolExecutor(1, "window") as ahead:  # the next window is decoded while this one is trained on
+        with ThreadPoolExecutor(1, "window") as ahead:  # decodes the next window while this one is in use
             coming = ahead.submit(self._window, position.epoch, position.start, size)
             while True:
                 window, (epoch, start, batch) = coming.result(), position
                 whole = start == 0 and window.stop == len(self.paths)
                 if whole and len(window.rows) < 2:
-                    raise WinnowError(f"pool.shards={self.pool.shards}: no pairs to train on: {self.report()}")
+                    raise WinnowError(
+                        f"pool.shards={self.pool.shards}: no pairs to train on: {self.report()}"
+                    )
                 n = min(size, len(window.rows)) if whole else size
                 after = Position(epoch, window.stop) if window.stop < len(self.paths) else Position(epoch + 1)
                 coming = ahead.submit(self._window, after.epoch, after.start, size)
@@ -142,7 +150,11 @@ class TrustedPairs:
         return Pairs(*(torch.cat(x) for x in zip(*found))) if found else None
 
     def report(self) -> dict[str, Any]:
-        """Counts over the shards read so far: pairs trained on, held out, rejected {reason: n}, damaged shards."""
+        """Counts over the shards read so far.
+
+        `shards` of the pool and `shards_read`; pairs `trained_on` and `held_out`; `rejected` {reason: n};
+        `damaged_shards` {path: what is wrong with it}.
+        """
         tallies = self.tallies.values()
         rejected = sum((Counter(t.rejected) for t in tallies), Counter())
         return {
@@ -183,9 +195,8 @@ class TrustedPairs:
         path = self.paths[number]
         with shards.open_shard(path) as shard:
             index = shard.index(self._counts.promised(path))
-            tally, rejected = Tally(damage=f"{index.reason}: {index.detail}" if index.reason else ""), Counter[str]()
-            if index.reason and index.lost:
-                rejected[index.reason] += index.lost
+            tally = Tally(damage=f"{index.reason}: {index.detail}" if index.reason else "")
+            rejected = Counter({index.reason: index.lost} if index.reason and index.lost else {})
             mine: list[Sample] = []
             for raw in index.samples:
                 sample = read_sample(shard, storage.name(path), raw, self.pool)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +21,7 @@ class HeldOut:
 
 
 def judge(image: np.ndarray, text: np.ndarray, captions: np.ndarray) -> HeldOut:
-    """image, text: float (n, d), unit rows, row i of both is pair i. captions: int (n,), equal where they are."""
+    """image, text: float (n, d), unit rows, row i of both is pair i. captions: int (n,)."""
     cosine = image @ text.T
     other = captions[:, None] != captions[None, :]
     nearest = captions[cosine.argmax(1)]

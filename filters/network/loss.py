@@ -16,7 +16,11 @@ def alone(rows: torch.Tensor) -> torch.Tensor:
 
 
 def contrastive_loss(
-    image: torch.Tensor, text: torch.Tensor, captions: torch.Tensor, scale: torch.Tensor, gather: Gather = alone
+    image: torch.Tensor,
+    text: torch.Tensor,
+    captions: torch.Tensor,
+    scale: torch.Tensor,
+    gather: Gather = alone,
 ) -> torch.Tensor:
     """Mean of the image-to-text and text-to-image cross-entropy, a scalar.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -28,7 +29,7 @@ def adamw(model: torch.nn.Module, weight_decay: float) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=0.0, betas=BETAS, fused=True)
 
 
-def clamp_logit_scale(model: torch.nn.Module) -> None:
+def clamp_logit_scale(model: Any) -> None:
     """Keep exp(logit_scale), which multiplies the cosines, between 1 and 100."""
     with torch.no_grad():
         model.logit_scale.clamp_(0, math.log(MAX_LOGIT_SCALE))

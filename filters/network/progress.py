@@ -26,7 +26,11 @@ class Progress:
         if self._bar.disable and (now - self._told > LINE_SECONDS or self.done == self.total):
             self._told = now
             left = (now - self._began) / (self.done - self._first) * (self.total - self.done)
-            print(f"{self.what}: {self.done}/{self.total}, {note}, {left:.0f} s left", file=sys.stderr, flush=True)
+            print(
+                f"{self.what}: {self.done}/{self.total}, {note}, {left:.0f} s left",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def close(self) -> None:
         self._bar.close()

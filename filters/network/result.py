@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import torch
 from matplotlib.figure import Figure
 from open_clip.constants import HF_CONFIG_NAME, HF_SAFE_WEIGHTS_NAME
 from open_clip.tokenizer import HFTokenizer
@@ -63,7 +62,8 @@ class TrainResult:
 
     def describe(self) -> str:
         """One line for a person."""
-        parts = [f"{self.samples_seen} pairs seen in {self.seconds:.0f} s, {self.pairs['trained_on']} of them distinct"]
+        distinct = self.pairs["trained_on"]
+        parts = [f"{self.samples_seen} pairs seen in {self.seconds:.0f} s, {distinct} of them distinct"]
         if rejected := sum(self.pairs["rejected"].values()):
             parts.append(f"{rejected} rejected")
         parts.append(f"loss {self.loss:.3f}")
@@ -72,11 +72,13 @@ class TrainResult:
         return ", ".join(parts)
 
 
-def write_model(out: str, model: torch.nn.Module, architecture: dict[str, Any], tokenizer: Any) -> None:
+def write_model(out: str, model: Any, architecture: dict[str, Any], tokenizer: Any) -> None:
     tensors = {k: v.detach().cpu().contiguous().clone() for k, v in model.state_dict().items()}
     with storage.commit(storage.join(out, HF_SAFE_WEIGHTS_NAME)) as tmp:
         save_file(tensors, tmp)
-    preprocess = {k: v for k, v in model.visual.preprocess_cfg.items() if k != "size"}  # the size is in model_cfg
+    preprocess = {
+        k: v for k, v in model.visual.preprocess_cfg.items() if k != "size"
+    }  # model_cfg has the size
     storage.write_json(
         storage.join(out, HF_CONFIG_NAME), {"model_cfg": architecture, "preprocess_cfg": preprocess}
     )

@@ -69,7 +69,9 @@ class TrainConfig:
         if self.batch_size < 2:
             raise ValueError(f"batch_size={self.batch_size}: must be at least 2, one pair has no negatives")
         if self.samples_seen < self.batch_size:
-            raise ValueError(f"samples_seen={self.samples_seen}: must be at least batch_size={self.batch_size}")
+            raise ValueError(
+                f"samples_seen={self.samples_seen}: must be at least batch_size={self.batch_size}"
+            )
         if self.lr is not None and not 0 < self.lr <= 1:
             raise ValueError(f"lr={self.lr}: must be above 0 and at most 1, or null")
         if not 0 <= self.weight_decay <= 10:
@@ -126,7 +128,9 @@ def _request(
 def _same(out: str, request: dict[str, Any], found: dict[str, Any]) -> None:
     if request != found:
         changed = sorted(k for k in request if request[k] != found.get(k))
-        raise Refused(f"out={out} holds a training with other settings ({', '.join(changed)}); choose another folder")
+        raise Refused(
+            f"out={out} holds a training with other settings ({', '.join(changed)}); choose another folder"
+        )
 
 
 class _Training:
@@ -146,12 +150,13 @@ class _Training:
         with contextlib.ExitStack() as stack:
             weights = stack.enter_context(fetched(init)) if init else None
             loaded, self.architecture, self.tokenizer = load_open_clip(model, weights)
-        self.model = loaded.to(self.device, memory_format=torch.channels_last)
+        self.model: Any = loaded.to(self.device).to(memory_format=torch.channels_last)
         self.optimizer = adamw(self.model, config.weight_decay)
         self.peak = config.lr or (LR_FROM_INIT if init else LR_FROM_RANDOM)
-        preprocess = PreprocessCfg(**loaded.visual.preprocess_cfg)
+        preprocess = PreprocessCfg(**self.model.visual.preprocess_cfg)
         self.mean, self.std = (
-            torch.tensor(v, device=self.device).view(1, -1, 1, 1) * 255 for v in (preprocess.mean, preprocess.std)
+            torch.tensor(v, device=self.device).view(1, -1, 1, 1) * 255
+            for v in (preprocess.mean, preprocess.std)
         )
         decoder = Decoder(decode, preprocess)
         self.pairs = TrustedPairs(pool, decoder, self.tokenizer, config.data, config.seed)
@@ -284,7 +289,11 @@ class _Training:
             seconds=round(self._seconds(), 1),
             loss=self.curve[-1].loss,
             held_out=figures,
-            versions={"python": platform.python_version(), "torch": torch.__version__, "open_clip": open_clip.__version__},
+            versions={
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "open_clip": open_clip.__version__,
+            },
         )
         result.write_model(self.out, self.model, self.architecture, self.tokenizer)
         result.write_curve(self.out, self.curve)
@@ -307,4 +316,8 @@ def _split(pairs: Pairs, size: int) -> Iterator[Pairs]:
 
 
 def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
+    return (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"cpu, {torch.get_num_threads()} threads"
+    )
