@@ -7,7 +7,7 @@ from typing import cast
 
 import hydra
 from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 
 from filters.network.result import TrainResult
 from filters.network.train import TrainConfig, train_network
@@ -15,14 +15,14 @@ from pipeline.decode import DecodeConfig
 from pipeline.samples import PoolConfig
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class TrainFilterConfig:
     """pool: shards of trusted pairs. out: folder that `scorer.weights` can then name. model: an open_clip
     model name. init: null for random weights, a tag of the model, a file, a folder or `hf-hub:org/repo`
     (the last two bring their own architecture)."""
 
-    pool: PoolConfig
-    out: str
+    out: str = MISSING
+    pool: PoolConfig = MISSING
     model: str = "small"
     init: str | None = None
     decode: DecodeConfig = field(default_factory=DecodeConfig)

@@ -11,7 +11,7 @@ from torch.nn.functional import affine_grid, grid_sample
 ASPECT = 4 / 3  # as in torchvision's RandomResizedCrop
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class AugmentConfig:
     """What is done to a training image; scoring sees images as they are.
 

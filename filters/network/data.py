@@ -8,11 +8,13 @@ lasts, so a small trusted set is decoded once, and one of 10^8 pairs takes the m
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +28,7 @@ from pipeline.samples import PoolConfig, Sample, format_uid, read_sample
 Tokenizer = Callable[[list[str]], torch.Tensor]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class DataConfig:
     """How trusted pairs are set apart, shuffled and kept in memory.
 
@@ -79,6 +81,13 @@ class Tally:
     damage: str = ""
 
 
+class _Shard(NamedTuple):
+    """A decoded shard."""
+
+    training: Pairs
+    held_out: Pairs
+
+
 @dataclass(frozen=True)
 class _Window:
     """Decoded shards, the random order of their rows as (shard, row), and the shard that follows."""
@@ -92,20 +101,16 @@ class TrustedPairs:
     """The pairs of `pool`, decoded by `decoder` and tokenised by `tokenizer`.
 
     Raises Refused when shards are missing (unless `pool.missing` is skip) or there are none. `tallies`
-    holds what was found in each shard read so far, by its number.
+    holds what was found in each shard read so far, by its number; `digest` changes when a shard does.
     """
 
     def __init__(
         self, pool: PoolConfig, decoder: Decoder, tokenizer: Tokenizer, config: DataConfig, seed: int = 0
     ) -> None:
-        self.pool, self.decoder, self.tokenizer, self.config, self.seed = (
-            pool,
-            decoder,
-            tokenizer,
-            config,
-            seed,
-        )
+        self.pool, self.decoder, self.tokenizer = pool, decoder, tokenizer
+        self.config, self.seed = config, seed
         self.paths = _present(pool)
+        self.digest = _digest(self.paths)
         self.tallies: dict[int, Tally] = {}
         self._counts = shards.CountFiles()
         self._cache: dict[int, Pairs] = {}
@@ -143,10 +148,10 @@ class TrustedPairs:
         for number in range(len(self.paths)):
             if left == 0:
                 break
-            pairs, _ = self._read(number, held_out=True, limit=left)
-            if len(pairs.images):
-                found.append(pairs)
-                left -= len(pairs.images)
+            images, tokens = self._read(number).held_out
+            if len(images):
+                found.append(Pairs(images[:left], tokens[:left]))
+                left -= len(found[-1].images)
         return Pairs(*(torch.cat(x) for x in zip(*found))) if found else None
 
     def report(self) -> dict[str, Any]:
@@ -181,57 +186,56 @@ class TrustedPairs:
         return _Window(taken, rows, stop + 1)
 
     def _shard(self, number: int) -> Pairs:
-        """All training pairs of a shard, from memory or decoded anew."""
-        if number in self._cache:
-            return self._cache[number]
-        pairs, self.tallies[number] = self._read(number, held_out=False)
-        if pairs.nbytes <= self._free:
-            self._free -= pairs.nbytes
-            self._cache[number] = pairs
-        return pairs
+        """The training pairs of a shard, from memory or decoded anew."""
+        return self._cache[number] if number in self._cache else self._read(number).training
 
-    def _read(self, number: int, held_out: bool, limit: int | None = None) -> tuple[Pairs, Tally]:
-        """Decode one side of a shard, its first `limit` samples at most."""
+    def _read(self, number: int) -> _Shard:
+        """Decode a whole shard, count it, and keep its training pairs if there is room."""
         path = self.paths[number]
         with shards.open_shard(path) as shard:
             index = shard.index(self._counts.promised(path))
             tally = Tally(damage=f"{index.reason}: {index.detail}" if index.reason else "")
             rejected = Counter({index.reason: index.lost} if index.reason and index.lost else {})
-            mine: list[Sample] = []
-            for raw in index.samples:
-                sample = read_sample(shard, storage.name(path), raw, self.pool)
-                reason = "truncated_shard" if raw.key in index.incomplete else sample.status
-                if reason != "ok":
-                    rejected[reason] += 1
-                elif self._is_held_out(sample) == held_out:
-                    mine.append(sample)
+            read = partial(self._sample, shard, storage.name(path), index.incomplete)
+            kept: dict[bool, list[tuple[torch.Tensor, str]]] = {True: [], False: []}
+            for sample, pixels in self._decoders.map(read, index.samples):
+                if pixels is None:
+                    rejected[sample.status] += 1
                 else:
-                    tally.held_out += not held_out
-            outcomes = list(self._decoders.map(lambda s: self._decode(shard, s), mine[:limit]))
-        images = [x for x in outcomes if isinstance(x, torch.Tensor)]
-        rejected.update(x for x in outcomes if isinstance(x, str))
-        tally.trained_on, tally.rejected = len(images), dict(rejected)
-        captions = [s.caption or "" for s, x in zip(mine, outcomes) if isinstance(x, torch.Tensor)]
-        return self._pairs(images, captions), tally
+                    kept[self._is_held_out(sample)].append((pixels, sample.caption or ""))
+        content = _Shard(self._pairs(kept[False]), self._pairs(kept[True]))
+        tally.trained_on, tally.held_out, tally.rejected = len(kept[False]), len(kept[True]), dict(rejected)
+        self.tallies[number] = tally
+        if content.training.nbytes <= self._free:
+            self._free -= content.training.nbytes
+            self._cache[number] = content.training
+        return content
 
-    def _decode(self, shard: shards.Shard, sample: Sample) -> torch.Tensor | str:
-        """Pixels, or the reason why there are none."""
-        assert sample.image is not None
+    def _sample(
+        self, shard: shards.Shard, name: str, incomplete: set[str], raw: shards.RawSample
+    ) -> tuple[Sample, torch.Tensor | None]:
+        """A sample and its pixels, or None with the reason in its status."""
+        sample = read_sample(shard, name, raw, self.pool)
+        if raw.key in incomplete:
+            sample.status = "truncated_shard"
+        if sample.status != "ok" or sample.image is None:
+            return sample, None
         if sample.image.size > self.decoder.config.max_bytes:
-            return "image_too_large"
+            sample.status = "image_too_large"
+            return sample, None
         try:
-            pixels = self.decoder(shard.read(sample.image)).pixels
+            return sample, self.decoder(shard.read(sample.image)).pixels
         except ImageRejected as e:
-            return e.reason
-        assert pixels is not None
-        return pixels
+            sample.status = e.reason
+            return sample, None
 
-    def _pairs(self, images: Sequence[torch.Tensor], captions: list[str]) -> Pairs:
-        if not images:
+    def _pairs(self, samples: list[tuple[torch.Tensor, str]]) -> Pairs:
+        if not samples:
             return Pairs(torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.int32))
-        distinct = {c: i for i, c in enumerate(dict.fromkeys(captions))}
+        distinct: dict[str, int] = {}
+        rows = [distinct.setdefault(caption, len(distinct)) for _, caption in samples]
         tokens = self.tokenizer(list(distinct)).to(torch.int32)
-        return Pairs(torch.stack(list(images)), tokens[[distinct[c] for c in captions]])
+        return Pairs(torch.stack([pixels for pixels, _ in samples]), tokens[rows])
 
     def _is_held_out(self, sample: Sample) -> bool:
         """By a hash, for uids that only count up."""
@@ -260,3 +264,11 @@ def _present(pool: PoolConfig) -> list[str]:
     if not paths:
         raise Refused(f"pool.shards={pool.shards}: all {len(absent)} shards are missing")
     return paths
+
+
+def _digest(paths: list[str]) -> str:
+    """Of names, sizes and times of the shards, told without reading them."""
+    folders = {storage.parent(p) for p in paths}
+    signatures = {f: storage.signatures(f) for f in sorted(folders)}
+    marks = [(p, signatures[storage.parent(p)].get(storage.name(p))) for p in paths]
+    return hashlib.blake2b(json.dumps(marks).encode(), digest_size=16).hexdigest()

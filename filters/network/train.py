@@ -27,11 +27,11 @@ from filters.network.data import DataConfig, Pairs, Position, Tally, TrustedPair
 from filters.network.evaluate import HeldOut, judge
 from filters.network.loss import contrastive_loss
 from filters.network.optim import adamw, clamp_logit_scale, learning_rate
-from filters.network.progress import Progress
 from filters.network.result import CurvePoint, TrainResult
 from pipeline import storage
 from pipeline.decode import DecodeConfig, Decoder
 from pipeline.errors import Refused, WinnowError
+from pipeline.progress import Progress
 from pipeline.samples import PoolConfig
 from pipeline.scorer import PRECISIONS, fetched, load_open_clip
 
@@ -41,7 +41,7 @@ EVALUATIONS = 10
 LR_FROM_RANDOM, LR_FROM_INIT = 2e-3, 1e-5
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class TrainConfig:
     """How long and how the network is trained.
 
@@ -122,7 +122,14 @@ def _request(
     """All settings that decide the weights, as plain values."""
     settings = asdict(config)
     del settings["checkpoint_steps"], settings["data"]["cache_bytes"]
-    return {"pool": asdict(pool), "decode": asdict(decode), "model": model, "init": init, "train": settings}
+    return {
+        "shards": pool.shards,
+        "pool": pool.reading(),
+        "decode": asdict(decode),
+        "model": model,
+        "init": init,
+        "train": settings,
+    }
 
 
 def _same(out: str, request: dict[str, Any], found: dict[str, Any]) -> None:
@@ -149,11 +156,12 @@ class _Training:
         torch.backends.cudnn.deterministic = True
         with contextlib.ExitStack() as stack:
             weights = stack.enter_context(fetched(init)) if init else None
-            loaded, self.architecture, self.tokenizer = load_open_clip(model, weights)
-        self.model: Any = loaded.to(self.device).to(memory_format=torch.channels_last)
+            network: Any
+            network, self.architecture, self.tokenizer = load_open_clip(model, weights)
+        self.model = network.to(self.device).to(memory_format=torch.channels_last)
         self.optimizer = adamw(self.model, config.weight_decay)
         self.peak = config.lr or (LR_FROM_INIT if init else LR_FROM_RANDOM)
-        preprocess = PreprocessCfg(**self.model.visual.preprocess_cfg)
+        preprocess = PreprocessCfg(**network.visual.preprocess_cfg)
         self.mean, self.std = (
             torch.tensor(v, device=self.device).view(1, -1, 1, 1) * 255
             for v in (preprocess.mean, preprocess.std)
@@ -169,18 +177,14 @@ class _Training:
     def run(self) -> TrainResult:
         self._resume()
         steps = self.config.steps
-        progress = Progress(steps, self.step, "train")
-        try:
-            batches = self.pairs.batches(self.config.batch_size, self.position)
-            with contextlib.closing(batches):
-                while self.step < steps:
-                    batch, self.position = next(batches)
-                    loss = self._update(batch)
-                    progress.step(f"loss {loss:.3f}")
-                    if self.step % self.config.checkpoint_steps == 0 and self.step < steps:
-                        self._save()
-        finally:
-            progress.close()
+        batches = self.pairs.batches(self.config.batch_size, self.position)
+        with contextlib.closing(batches), Progress("train", steps, "step", self.step) as progress:
+            while self.step < steps:
+                batch, self.position = next(batches)
+                loss = self._update(batch)
+                progress.step(len(batch.images), note=f"loss {loss:.3f}")
+                if self.step % self.config.checkpoint_steps == 0 and self.step < steps:
+                    self._save()
         return self._finish()
 
     def _update(self, batch: Pairs) -> float:
@@ -250,6 +254,7 @@ class _Training:
     def _save(self) -> None:
         state = {
             "request": self.request,
+            "shards": self.pairs.digest,
             "step": self.step,
             "position": tuple(self.position),
             "model": self.model.state_dict(),
@@ -269,6 +274,10 @@ class _Training:
         with storage.local_copy(path) as local:
             state = torch.load(local, map_location=self.device, weights_only=True)
         _same(self.out, self.request, state["request"])
+        if state["shards"] != self.pairs.digest:
+            raise Refused(
+                f"out={self.out}: the shards have changed since its checkpoint; choose another folder"
+            )
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.position, self.seconds = state["step"], Position(*state["position"]), state["seconds"]
