@@ -99,7 +99,7 @@ def _compare(done: Run, pool: DemoPool) -> None:
     manifest = pl.read_parquet(done.path("manifest.parquet"))
     uids = pl.DataFrame({"uid": [format_uid(*u) for u in manifest.select("uid_hi", "uid_lo").iter_rows()]})
     kept = truth.join(uids, on="uid", how="semi")
-    right = [frame["kind"].is_in(RIGHT).mean() for frame in (truth, kept)]
+    right = [float(frame["kind"].is_in(RIGHT).sum() / len(frame)) for frame in (truth, kept)]
     print(f"\nOf the pool's {len(truth):,} pairs, {right[0]:.1%} have the right caption.")
     print(f"Of the {len(kept):,} pairs that were kept, {right[1]:.1%} do.")
 

@@ -12,6 +12,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -105,14 +106,22 @@ def build(node: DictConfig, key: str, schema: type[T] | None = None) -> T:
     try:
         if schema is not None:
             node = OmegaConf.merge(OmegaConf.structured(schema), node)  # type: ignore[assignment]
+        for name, child in node.items_ex(resolve=False):  # each part by itself first, to name it in full
+            if isinstance(child, DictConfig) and is_dataclass(OmegaConf.get_type(child)):
+                build(child, _dotted(key, str(name)))
         missing = sorted(OmegaConf.missing_keys(node))
         if missing:
-            raise Refused(f"{key}.{missing[0]}: must be given".removeprefix("."))
+            raise Refused(f"{_dotted(key, missing[0])}: must be given")
         return OmegaConf.to_object(node)  # type: ignore[return-value]
     except OmegaConfBaseException as e:
-        raise Refused(f"{key}.{e.full_key}: {_one_line(e).split(';')[0]}") from None
+        raise Refused(f"{_dotted(key, e.full_key)}: {_one_line(e).split(';')[0]}") from None
     except ValueError as e:
-        raise Refused(f"{key}.{e}") from None
+        raise Refused(_dotted(key, str(e))) from None
+
+
+def _dotted(key: str, rest: str | None) -> str:
+    rest = rest or ""
+    return rest if key and rest.startswith(f"{key}.") else f"{key}.{rest}".strip(".")
 
 
 def build_target(node: Any, key: str, base: type) -> Any:
