@@ -1,11 +1,11 @@
 """Random draws that are pure functions of a key, the same bits on every platform and for every numpy.
 
-Rounds must come out alike on any machine, any number of workers and any later day. numpy promises that for the
-raw output of its bit generators but not for distributions: `Generator.hypergeometric`, `permutation` and the rest
-may change their streams between versions (NEP 19), and `Generator.hypergeometric` refuses populations of 10^9 or
-more. So the few draws that rounds need are made here from Philox4x32-10 (Salmon et al., SC 2011) and nothing but
-integer operations and the correctly rounded float64 operations + - * / sqrt: no logarithm, no gamma function, no
-sum whose order the processor chooses.
+Rounds must come out alike on any machine, any number of workers and any later day. numpy promises that for
+the raw output of its bit generators but not for distributions: `Generator.hypergeometric`, `permutation` and
+the rest may change their streams between versions (NEP 19), and `Generator.hypergeometric` refuses
+populations of 10^9 or more. So the few draws that rounds need are made here from Philox4x32-10 (Salmon et
+al., SC 2011) and nothing but integer operations and the correctly rounded float64 operations + - * / sqrt: no
+logarithm, no gamma function, no sum whose order the processor chooses.
 
 A *key* is a pair of uint64 arrays that hold 32 bits each; `derive` makes one per purpose, and every draw is a
 function of (key, counter). All functions broadcast, so one call serves one shard or all of them.
@@ -36,10 +36,12 @@ _FIRST_WEIGHT = 1e-280
 _CELLS = 1 << 18
 
 
-def philox(key: Key, counter: tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike, npt.ArrayLike]) -> list[Words]:
-    """Philox4x32-10: four words of 32 random bits for each (key, counter), as uint64 arrays of the broadcast shape.
+def philox(
+    key: Key, counter: tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike, npt.ArrayLike]
+) -> list[Words]:
+    """Philox4x32-10: four words of 32 random bits for each (key, counter), uint64 arrays of the broadcast shape.
 
-    key: two, counter: four arrays of integers below 2^32. Checked against the published known answers in the tests.
+    key: two arrays, counter: four, of integers below 2^32.
     """
     k0, k1 = key
     c0, c1, c2, c3 = (np.asarray(word, np.uint64) for word in counter)
@@ -81,9 +83,10 @@ def uniforms(key: Key, first: npt.ArrayLike, second: npt.ArrayLike = 0) -> Float
 def shuffled(key: Key, stream: int, sizes: Ints) -> Ints:
     """One uniform permutation of range(size) for each segment, end to end.
 
-    key: arrays that broadcast to (segments,), one key a segment; stream: below 2^32 (a shard's index);
-    sizes: int64 (segments,), each below 2^32. Returns int64 (sizes.sum(),); the entries of segment i are numbers
-    within that segment. Sorting by 32 random bits, ties by number: a pair's order is biased by less than 2^-32.
+    key: arrays that broadcast to (segments,), one key a segment; stream: below 2^32 (a shard's index); sizes:
+    int64 (segments,), each below 2^32. Returns int64 (sizes.sum(),); the entries of segment i are numbers
+    within that segment. Sorting by 32 random bits, ties by number: a pair's order is biased by less than
+    2^-32.
     """
     blocks = -(-sizes // 4)
     segment = np.repeat(np.arange(len(sizes)), blocks)
@@ -91,8 +94,8 @@ def shuffled(key: Key, stream: int, sizes: Ints) -> Ints:
     keys = tuple(np.broadcast_to(part, len(sizes))[segment] for part in key)
     words = np.stack(philox((keys[0], keys[1]), (block, stream, 0, _SHUFFLE)), axis=1).ravel()
     if len(sizes) == 1:
-        size = np.uint64(sizes[0])
-        return np.sort((words[:size] << _SHIFT) | np.arange(size, dtype=np.uint64)).astype(np.uint32).astype(np.int64)
+        numbered = words[: sizes[0]] << _SHIFT | np.arange(sizes[0], dtype=np.uint64)
+        return (np.sort(numbered) & _LOW).astype(np.int64)
     owner = np.repeat(np.arange(len(sizes)), sizes)
     number = np.arange(len(owner)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     words = words[np.repeat(4 * (np.cumsum(blocks) - blocks), sizes) + number]
@@ -100,36 +103,53 @@ def shuffled(key: Key, stream: int, sizes: Ints) -> Ints:
 
 
 def hypergeometric(uniform: Floats, good: Ints, bad: Ints, sample: Ints) -> Ints:
-    """How many of `sample` drawn without replacement from good + bad are good: one draw per uniform, by inversion.
+    """How many of `sample` entries drawn without replacement from good + bad are good, by inversion.
 
     uniform: float64 in [0, 1); good, bad, sample: int64 >= 0, sample <= good + bad < 2^53; all of one shape.
     Returns int64 of that shape.
 
-    The pmf is summed over a window about the mean from the ratio of neighbours,
-    p(x+1)/p(x) = (good-x)(sample-x) / ((x+1)(bad-sample+x+1)). A hypergeometric is a sum of independent indicators
-    (Vatutin and Mikhailov, 1982), so Bernstein's inequality with its own variance bounds the mass outside; the
+    The pmf is summed over a window about the mean from the ratio of neighbours, p(x+1)/p(x) =
+    (good-x)(sample-x) / ((x+1)(bad-sample+x+1)). A hypergeometric is a sum of independent indicators (Vatutin
+    and Mikhailov, 1982), so Bernstein's inequality with its own variance bounds the mass outside; the
     rounding of the products stays below 1e-9 of a probability at 10^10 entries. Time and memory grow with the
     standard deviation: a few hundred cells at a shard, some 10^5 at the root of 10^10.
     """
     shape = uniform.shape
-    uniform, good, bad, sample = (array.ravel() for array in (uniform, good, bad, sample))
+    uniform = uniform.ravel()
+    good, bad, sample = (array.ravel() for array in (good, bad, sample))
     low, high = _window(good, bad, sample)
     drawn = low.copy()
     for rows in _chunks(high - low):
-        start, stop = low[rows, None], high[rows, None]
-        g, b, n = (array[rows, None].astype(np.float64) for array in (good, bad, sample))
-        x = (start + np.arange(int(high[rows[0]] - low[rows[0]]))).astype(np.float64)
-        weights = np.empty((len(rows), x.shape[1] + 1))
-        weights[:, 0] = _FIRST_WEIGHT
-        weights[:, 1:] = np.where(x < stop, (g - x) * (n - x) / ((x + 1) * (b - n + x + 1)), 0.0)
-        np.cumprod(weights, axis=1, out=weights)
-        np.cumsum(weights, axis=1, out=weights)
-        drawn[rows] += (weights < uniform[rows, None] * weights[:, -1:]).sum(axis=1)
+        summed = _cumulative(good[rows], bad[rows], sample[rows], low[rows], high[rows])
+        sought = uniform[rows] * summed[:, -1]
+        if len(rows) == 1:
+            drawn[rows] += np.searchsorted(summed[0], sought)
+        else:
+            drawn[rows] += np.count_nonzero(summed < sought[:, None], axis=1)
     return drawn.reshape(shape)
 
 
+def _cumulative(good: Ints, bad: Ints, sample: Ints, low: Ints, high: Ints) -> Floats:
+    """Unnormalised cumulative pmf from low to high, constant after it; the first row is the widest."""
+    g, b, n, x = (array[:, None].astype(np.float64) for array in (good, bad, sample, low))
+    width = high - low
+    steps = np.arange(int(width[0]), dtype=np.float64)
+    summed = np.empty((len(width), len(steps) + 1))
+    summed[:, 0] = _FIRST_WEIGHT
+    ratio = summed[:, 1:]
+    np.subtract(g - x, steps, out=ratio)
+    ratio *= (n - x) - steps
+    below = steps + (x + 1)
+    below *= steps + (x + 1 + b - n)
+    ratio /= below
+    if width[-1] < width[0]:
+        ratio *= steps < width[:, None]
+    np.cumprod(summed, axis=1, out=summed)
+    return np.cumsum(summed, axis=1, out=summed)
+
+
 def _window(good: Ints, bad: Ints, sample: Ints) -> tuple[Ints, Ints]:
-    """First and last value that is summed: the support, cut to where Bernstein leaves 2 exp(-_TAIL) outside."""
+    """First and last value summed: the support, cut where Bernstein leaves 2 exp(-_TAIL) outside."""
     g, b, n = (array.astype(np.float64) for array in (good, bad, sample))
     total = np.maximum(g + b, 1.0)
     mean = n * (g / total)

@@ -1,8 +1,8 @@
 """What rounds and their loader need of a manifest: the rows of one shard at a time."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +17,10 @@ UID = np.dtype("u8,u8")
 class ShardRows:
     """The selected samples of one shard, n rows in the manifest's order.
 
-    uid_hi, uid_lo: uint64 (n,); key: n strings; copies: int64 (n,), entries each row counts for;
-    stratum: int64 (n,), column of the strata counts, or None when not stratified.
-    image_offset, image_size: int64 (n,), bytes of the image member's data in the plain tar.
-    caption: n strings; or None, and then caption_offset, caption_size: int64 (n,) of the caption member's data.
+    uid_hi, uid_lo: uint64 (n,); key: n strings; copies: int64 (n,), entries each row counts for; stratum:
+    int64 (n,), column of the strata counts, or None when not stratified. image_offset, image_size: int64
+    (n,), bytes of the image member's data in the plain tar. caption: n strings; or None, and then
+    caption_offset, caption_size: int64 (n,) of the caption member's data.
     """
 
     uid_hi: Words
@@ -38,11 +38,23 @@ class ShardRows:
         """The row of each entry, int64 (copies.sum(),): row 0 copies[0] times, then row 1, and so on."""
         return np.repeat(np.arange(len(self.copies)), self.copies)
 
-    def uids(self, rows: Ints) -> npt.NDArray[np.void]:
-        """uids of some rows in the `u8,u8` layout."""
-        uids = np.empty(len(rows), UID)
-        uids["f0"], uids["f1"] = self.uid_hi[rows], self.uid_lo[rows]
+    @property
+    def uids(self) -> npt.NDArray[np.void]:
+        """uid of each row, `u8,u8` (n,)."""
+        uids = np.empty(len(self.uid_hi), UID)
+        uids["f0"], uids["f1"] = self.uid_hi, self.uid_lo
         return uids
+
+    def take(self, rows: Ints) -> "ShardRows":
+        """Some of the rows, in the order given; a row may be taken more than once."""
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        return ShardRows(**{name: _take(column, rows) for name, column in columns.items()})
+
+
+def _take(column: Any, rows: Ints) -> Any:
+    if column is None or isinstance(column, np.ndarray):
+        return column if column is None else column[rows]
+    return [column[row] for row in rows.tolist()]
 
 
 class Manifest(Protocol):
@@ -62,22 +74,12 @@ class Manifest(Protocol):
 class ShardMembers:
     """The entries of one shard that a round takes.
 
-    index, path: the shard; positions: int64 (m,), sorted entry numbers within the shard; rows: all of the shard's
-    manifest rows; chosen: int64 (m,), the row of each position (a row repeats when several of its copies are taken).
+    index, path: the shard; positions: int64 (m,), sorted entry numbers within the shard; rows: the manifest
+    row of each position, in that order, with uids and byte ranges (a row stands twice when two of its copies
+    are taken).
     """
 
     index: int
     path: str
     positions: Ints
     rows: ShardRows
-    chosen: Ints
-
-    @property
-    def uids(self) -> npt.NDArray[np.void]:
-        """uid of each position, `u8,u8` (m,), in the order of positions."""
-        return self.rows.uids(self.chosen)
-
-    @property
-    def image_ranges(self) -> tuple[Ints, Ints]:
-        """First byte and size of each position's image within the shard."""
-        return self.rows.image_offset[self.chosen], self.rows.image_size[self.chosen]

@@ -10,9 +10,11 @@ from selection.draws import Ints
 
 
 def round_size(entries: int, ratio: str | float | Decimal | Fraction) -> tuple[Fraction, int]:
-    """(the ratio as the decimal it was written as, k): k = ratio x entries rounded half up, in exact arithmetic.
+    """(the ratio as the decimal it was written as, k): k = ratio x entries rounded half up, in exact
+    arithmetic.
 
-    0.15 means 15/100, not the binary double nearest to it. Raises ValueError unless 0 < ratio <= 1 and k >= 1.
+    0.15 means 15/100, not the binary double nearest to it. Raises ValueError unless 0 < ratio <= 1 and k >=
+    1.
     """
     try:
         exact = ratio if isinstance(ratio, Fraction) else Fraction(Decimal(str(ratio)))
@@ -22,16 +24,19 @@ def round_size(entries: int, ratio: str | float | Decimal | Fraction) -> tuple[F
         raise ValueError(f"ratio={ratio}: above 0 and at most 1")
     size = (2 * exact * entries + 1) // 2
     if size < 1:
-        raise ValueError(f"ratio={ratio}: a round of {entries} entries would be empty; at least {0.5 / max(entries, 1):g}")
+        raise ValueError(
+            f"ratio={ratio}: a round of {entries} entries would be empty; at least {0.5 / max(entries, 1):g}"
+        )
     return exact, int(size)
 
 
 class Quotas:
     """Entries of each stratum taken by each round: proportional, summing to k, no stratum left behind.
 
-    The quota of stratum c is q_c = k N_c / N. Every round takes floor(q_c) or ceil(q_c) of it, the ones left over
-    going to the largest remainders (Hamilton's method), and each remainder is carried to the next round, so that the
-    total after T rounds stays near T q_c. Without the carry a stratum with q_c < 1/2 would never be seen.
+    The quota of stratum c is q_c = k N_c / N. Every round takes floor(q_c) or ceil(q_c) of it, the ones left
+    over going to the largest remainders (Hamilton's method), and each remainder is carried to the next round,
+    so that the total after T rounds stays near T q_c. Without the carry a stratum with q_c < 1/2 would never
+    be seen.
 
     `taken(t)` is O(t x strata) in time and memory, once, when some q_c is not whole, O(strata) when all are.
     """
@@ -64,7 +69,9 @@ class Quotas:
         return np.asarray(t * self.least + self._table[t, np.arange(len(self.least))])
 
     def first_reaching(self, taken: Ints) -> Ints:
-        """The smallest t with self.taken(t) >= taken, for each stratum: int64 (strata,); 0 where nothing is ever taken."""
+        """The smallest t with self.taken(t) >= taken, for each stratum: int64 (strata,); 0 where nothing is
+        ever taken.
+        """
         mean = self._remainder / self._total + self.least
         guess = np.where(mean > 0, np.ceil(taken / np.where(mean > 0, mean, 1)), 0).astype(np.int64)
         while (behind := (mean > 0) & (self.taken(guess) < taken)).any():

@@ -1,39 +1,40 @@
 """RS2: every round trains on a fresh random share of the pool (Okanovic et al., ICLR 2024, section 3).
 
-Round t is a pure function of (seed, t). It is never stored and no permutation of the pool is ever held: how many
-entries of each shard it takes comes from a tree of hypergeometric draws (`selection.tree`), which ones they are from
-a permutation of that shard alone. Any shard of any round can be asked for first, by any process.
+Round t is a pure function of (seed, t). It is never stored and no permutation of the pool is ever held: how
+many entries of each shard it takes comes from a tree of hypergeometric draws (`selection.tree`), which ones
+they are from a permutation of that shard alone. Any shard of any round can be asked for first, by any
+process.
 
-An *entry* is what is drawn: a manifest row with `copies` = c is c entries. Entries are alike, so two copies of a
-sample may meet in one round, as two different samples may; over a pass each copy is used once.
+An *entry* is what is drawn: a manifest row with `copies` = c is c entries. Entries are alike, so two copies
+of a sample may meet in one round, as two different samples may; over a pass each copy is used once.
 
 With replacement, the rounds are independent: each is a uniform subset of k distinct entries; "replacement" is
 between rounds, not within one.
 
-Without replacement, the rounds cut an endless stream of *passes*, each a permutation of the pool, into pieces of k.
-Write N for the entries, and for pass p write
+Without replacement, the rounds cut an endless stream of *passes*, each a permutation of the pool, into pieces
+of k. Write N for the entries, and for pass p write
 
     pass p = H_p  R_1 ... R_n  A_p      head of h_p, whole rounds, tail of a_p entries,
 
 where the round that straddles passes p-1 and p is A_{p-1} + H_p. The sets are drawn in this order:
 
-1.  A fixed uniform half U of the pool; A_p is a uniform subset of U for even p, of its complement for odd p, each p
-    on its own. It fits, for a_p <= k-1 <= (N-1)/2.
-2.  H_p is a uniform subset of what is outside A_{p-1} and A_p; these are disjoint by 1. It fits, for
-    a_{p-1} + h_p + a_p <= k + (k-1) <= N.
+1.  A fixed uniform half U of the pool; A_p is a uniform subset of U for even p, of its complement for odd p,
+    each p on its own. It fits, for a_p <= k-1 <= (N-1)/2.
+2.  H_p is a uniform subset of what is outside A_{p-1} and A_p, which are disjoint by 1. It fits, for
+    (a_{p-1} + h_p) + a_p <= k + (k-1) <= N.
 3.  R_1 ... R_n are a uniform division of the rest.
 
-Hence, whatever the draws: every pass is a partition of the pool, so each entry is used exactly once in it, entries
-that a head had to skip included (they are in R_1 ... R_n or A_p); a straddling round has no entry twice, for H_p
-avoids A_{p-1}; and after any number of rounds the use counts of any two entries differ by at most 1, for all whole
-passes used each entry once and the begun one at most once. The rules name no entry, so all N! relabellings of the
-pool are equally likely: each round by itself is a uniform k-subset. And they go back no further than pass p-1, so a
-round costs the same at t = 0 and t = 10^6. This is the reference's "take the next ones, skip those already
-held" except in where a skipped entry goes: it is spread over the rest of its pass rather than served in the very
-next round, and tails of neighbouring passes never meet.
+Hence, whatever the draws: every pass is a partition of the pool, so each entry is used exactly once in it,
+entries that a head had to skip included (they are in R_1 ... R_n or A_p); a straddling round has no entry
+twice, for H_p avoids A_{p-1}; and after any number of rounds the use counts of any two entries differ by at
+most 1, for all whole passes used each entry once and the begun one at most once. The rules name no entry, so
+all N! relabellings of the pool are equally likely: each round by itself is a uniform k-subset. And they go
+back no further than pass p-1, so a round costs the same at t = 0 and t = 10^6. This is the reference's "take
+the next ones, skip those already held" except in where a skipped entry goes: it is spread over the rest of
+its pass rather than served in the very next round, and tails of neighbouring passes never meet.
 
-The bounds in 1 and 2 need k <= (N+1)/2. For r > 1/2 the rounds are the complements of rounds of N - k entries: an
-entry is left out equally often, give or take one, hence used equally often, give or take one.
+The bounds in 1 and 2 need k <= (N+1)/2. For r > 1/2 the rounds are the complements of rounds of N - k
+entries: an entry is left out equally often, give or take one, hence used equally often, give or take one.
 
 Stratified, all of this holds in each stratum by itself, with the sizes of `selection.quotas`.
 """
@@ -90,13 +91,13 @@ def _interval(lefts: Sequence[Mask], counts: Counts) -> Ints:
 class Rounds:
     """RS2 rounds over a pool of entries described by their number in each shard.
 
-    counts: int64 (S,), entries of each shard; ratio: r, exact as the decimal it is written as; seed: 0 .. 2^64-1;
-    replacement: whether rounds are independent of each other (see the module);
-    strata: int64 (S, C), entries of each stratum in each shard, summing to counts, or None;
-    manifest: needed by `uids`, `shards` and `uid_blocks`, and by `members` when stratified.
+    counts: int64 (S,), entries of each shard; ratio: r, exact as the decimal it is written as; seed: 0 ..
+    2^64-1; replacement: whether rounds are independent of each other (see the module); strata: int64 (S, C),
+    entries of each stratum in each shard, summing to counts, or None; manifest: needed by `uids`, `shards`
+    and `shard`, and by `members` when stratified.
 
-    Every round has exactly k = round(r N) distinct entries, half up. Raises ValueError for counts, strata, ratio or
-    seed that do not fit. Memory is O(S C), plus O(t C) when stratified (`Quotas`).
+    Every round has exactly k = round(r N) distinct entries, half up. Raises ValueError for counts, strata,
+    ratio or seed that do not fit. Memory is O(S C), plus O(t C) when stratified (`Quotas`).
     """
 
     def __init__(
@@ -111,7 +112,12 @@ class Rounds:
     ) -> None:
         self.counts = np.asarray(counts, np.int64)
         table = self.counts[:, None] if strata is None else np.asarray(strata, np.int64)
-        if self.counts.ndim != 1 or len(self.counts) == 0 or table.min(initial=0) < 0 or self.counts.sum() < 1:
+        if (
+            self.counts.ndim != 1
+            or len(self.counts) == 0
+            or table.min(initial=0) < 0
+            or self.counts.sum() < 1
+        ):
             raise ValueError(f"counts={counts!r}: one number >= 0 for each shard, not all 0")
         if table.ndim != 2 or not np.array_equal(table.sum(axis=1), self.counts):
             raise ValueError("strata: shape (shards, strata), each row summing to the shard's count")
@@ -134,7 +140,9 @@ class Rounds:
         return self.k
 
     def steps(self, t: int, batch_size: int) -> int:
-        """Optimiser steps of round t at a *global* batch of batch_size: all entries, the last batch may be smaller."""
+        """Optimiser steps of round t at a *global* batch of batch_size: all entries, the last batch may be
+        smaller.
+        """
         return -(-self.size(t) // batch_size)
 
     def stratum_sizes(self, t: int) -> Ints:
@@ -149,7 +157,8 @@ class Rounds:
         return self._taken(plan, self._tree.leaves(plan.subsets)).sum(axis=1)
 
     def members(self, t: int, shard: int) -> Ints:
-        """Entry numbers within the shard that round t takes: int64, sorted, distinct, each below counts[shard].
+        """Entry numbers within the shard that round t takes: int64, sorted, distinct, each below
+        counts[shard].
 
         Touches nothing but this shard: O(log S log 1/r) draws and a sort of the shard's entries.
         """
@@ -157,7 +166,7 @@ class Rounds:
         return self._members(plan, self._tree.leaf(plan.subsets, shard), shard)
 
     def all_members(self, t: int) -> Iterator[tuple[int, Ints]]:
-        """(shard, members(t, shard)) for the shards with members, in order; cheaper than asking one by one."""
+        """(shard, members(t, shard)) for the shards with members, in order; quicker than one by one."""
         plan = self._plan(t)
         leaves = self._tree.leaves(plan.subsets)
         for shard in np.flatnonzero(self._taken(plan, leaves).sum(axis=1)).tolist():
@@ -166,25 +175,37 @@ class Rounds:
 
     def shards(self, t: int) -> Iterator[ShardMembers]:
         """What round t reads of each shard that it takes entries of: rows, uids and byte ranges."""
-        manifest = self._required_manifest()
         for shard, positions in self.all_members(t):
-            rows = manifest.rows(shard)
-            entry_rows = rows.rows_of_entries()
-            if len(entry_rows) != self.counts[shard]:
-                raise ValueError(
-                    f"{manifest.shards[shard]}: the manifest has {len(entry_rows)} entries, the counts say "
-                    f"{self.counts[shard]}; make the rounds anew from this manifest"
-                )
-            yield ShardMembers(
-                index=shard, path=manifest.shards[shard], positions=positions, rows=rows, chosen=entry_rows[positions]
+            yield self._with_rows(shard, positions)
+
+    def shard(self, t: int, shard: int) -> ShardMembers:
+        """What round t reads of one shard."""
+        return self._with_rows(shard, self.members(t, shard))
+
+    def _with_rows(self, shard: int, positions: Ints) -> ShardMembers:
+        manifest = self._required_manifest()
+        rows = manifest.rows(shard)
+        entry_rows = rows.rows_of_entries()
+        if len(entry_rows) != self.counts[shard]:
+            raise ValueError(
+                f"{manifest.shards[shard]}: the manifest has {len(entry_rows)} entries, the counts say "
+                f"{self.counts[shard]}; make the rounds anew from this manifest"
             )
+        return ShardMembers(
+            index=shard,
+            path=manifest.shards[shard],
+            positions=positions,
+            rows=rows.take(entry_rows[positions]),
+        )
 
     def uids(self, t: int) -> npt.NDArray[np.void]:
-        """uids of round t, `u8,u8` (k,), sorted lexicographically; a uid repeats when several of its copies are taken.
+        """uids of round t, `u8,u8` (k,), sorted lexicographically; a uid repeats when several of its copies
+        are taken.
 
-        Holds the round, 16 bytes an entry, and as much again to sort; `selection.round_files` writes larger ones.
+        Holds the round, 16 bytes an entry, and as much again to sort; `selection.round_files` writes larger
+        ones.
         """
-        uids = np.concatenate([members.uids for members in self.shards(t)] or [np.empty(0, UID)])
+        uids = np.concatenate([members.rows.uids for members in self.shards(t)] or [np.empty(0, UID)])
         return uids[np.lexsort((uids["f1"], uids["f0"]))]
 
     def unique_seen(self, rounds: int) -> int:
@@ -223,12 +244,17 @@ class Rounds:
     def _plan_independent(self, t: int) -> _Plan:
         period = np.full(len(self._sizes), t)
         pick = Subset(
-            name="pick", key=self._key(_PICK, period), total=self.stratum_sizes(t), universe=partial(_outside, ())
+            name="pick",
+            key=self._key(_PICK, period),
+            total=self.stratum_sizes(t),
+            universe=partial(_outside, ()),
         )
         return _Plan(period=period, straddles=period < 0, lefts=(), subsets=[pick])
 
     def _plan_pass(self, t: int) -> _Plan:
-        """Lay round t out on its pass: the sizes of head, tails and whole rounds, and the halvings that lead to t."""
+        """Lay round t out on its pass: the sizes of head, tails and whole rounds, and the halvings that lead
+        to t.
+        """
         sizes, taken = self._sizes, self._quotas.taken
         start, stop = taken(t), taken(t + 1)
         p = np.maximum(start, stop - 1) // np.maximum(sizes, 1)
@@ -249,7 +275,9 @@ class Rounds:
                 total=last_tail,
                 universe=partial(_other_half, ~even),
             ),
-            Subset(name="own_tail", key=self._key(_TAIL, p), total=own_tail, universe=partial(_other_half, even)),
+            Subset(
+                name="own_tail", key=self._key(_TAIL, p), total=own_tail, universe=partial(_other_half, even)
+            ),
             Subset(
                 name="head",
                 key=self._key(_HEAD, p),
@@ -265,8 +293,12 @@ class Rounds:
         )
         return _Plan(period=p, straddles=straddles, lefts=lefts, subsets=tails + slices)
 
-    def _plan_slices(self, t: int, p: Ints, low: Ints, high: Ints, inside: Ints) -> tuple[list[Mask], list[Subset]]:
-        """Halve the rounds [low, high) of each stratum's pass, `inside` entries in all, until round t is left."""
+    def _plan_slices(
+        self, t: int, p: Ints, low: Ints, high: Ints, inside: Ints
+    ) -> tuple[list[Mask], list[Subset]]:
+        """Halve the rounds [low, high) of each stratum's pass, `inside` entries in all, until round t is
+        left.
+        """
         lefts: list[Mask] = []
         slices: list[Subset] = []
         node = np.ones_like(p)
@@ -315,7 +347,7 @@ class Rounds:
         stratum = np.repeat(rows.stratum, rows.copies)
         if not np.array_equal(np.bincount(stratum, minlength=len(sizes)), sizes):
             raise ValueError(
-                f"{self._required_manifest().shards[shard]}: strata differ from the counts; make the rounds anew"
+                f"{self._required_manifest().shards[shard]}: strata differ from the counts; make new rounds"
             )
         order = np.argsort(stratum, kind="stable")
         return order, stratum[order]
@@ -349,8 +381,10 @@ class _ShardDraw:
         middle = self._choose(~(head | own_tail), _MIDDLE, plan.period, before, stop)
         return np.where(plan.straddles[self._stratum], tail | head, middle)
 
-    def _choose(self, universe: Mask, purpose: int, period: int | Ints, start: int | Ints, stop: Ints) -> Mask:
-        """Places start .. stop-1 of a random order of the entries in `universe`, in each stratum by itself."""
+    def _choose(
+        self, universe: Mask, purpose: int, period: int | Ints, start: int | Ints, stop: Ints
+    ) -> Mask:
+        """Places start .. stop-1 of a random order of the entries in `universe`, in each stratum."""
         entries = np.flatnonzero(universe)
         stratum = self._stratum[entries]
         sizes = np.bincount(stratum, minlength=len(stop))

@@ -1,10 +1,10 @@
 """Nested random subsets of a pool, counted by shard without touching an entry.
 
-A uniform subset of c of N entries falls on the two halves of the shards as a hypergeometric draw, and so on down
-to the single shard: that is the multivariate hypergeometric distribution, taken apart along a binary tree. Each
-node's draw is a function of (key, node), so the count of one shard needs the log2(shards) draws on its path, and a
-pass over all shards makes the same draws level by level. Subsets may nest or exclude each other: each is drawn
-from a *universe*, whose count at a node follows from the subsets drawn before it.
+A uniform subset of c of N entries falls on the two halves of the shards as a hypergeometric draw, and so on
+down to the single shard: that is the multivariate hypergeometric distribution, taken apart along a binary
+tree. Each node's draw is a function of (key, node), so the count of one shard needs the log2(shards) draws on
+its path, and a pass over all shards makes the same draws level by level. Subsets may nest or exclude each
+other: each is drawn from a *universe*, whose count at a node follows from the subsets drawn before it.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,10 +22,10 @@ Counts = dict[str, Ints]
 class Subset:
     """One uniform random subset in each stratum.
 
-    name: what `universe` functions of later subsets call it; key: arrays of shape (strata,) ;
-    total: int64 (strata,), how many entries it holds; universe: from the counts of "all" and of the earlier subsets
-    at some nodes to the count of the entries it is drawn from, at those nodes. Linear, so that it may be applied to
-    a node and to its half.
+    name: what `universe` functions of later subsets call it; key: arrays of shape (strata,) ; total: int64
+    (strata,), how many entries it holds; universe: from the counts of "all" and of the earlier subsets at
+    some nodes to the count of the entries it is drawn from, at those nodes. Linear, so that it may be applied
+    to a node and to its half.
     """
 
     name: str
@@ -45,16 +45,22 @@ class ShardTree:
 
     def leaf(self, subsets: Sequence[Subset], shard: int) -> Counts:
         """Counts of each subset in one shard, arrays of shape (1, strata): O(levels x subsets) draws."""
-        nodes = np.asarray([(1 << self.levels | shard) >> (self.levels - level) for level in range(self.levels)])
+        nodes = np.asarray(
+            [(1 << self.levels | shard) >> (self.levels - level) for level in range(self.levels)]
+        )
         draws = self._uniforms(subsets, nodes)
         counts = self._root(subsets)
         for level in range(self.levels):
-            left, right = self._halves(subsets, counts, level, nodes[level : level + 1], draws[:, level : level + 1])
+            left, right = self._halves(
+                subsets, counts, level, nodes[level : level + 1], draws[:, level : level + 1]
+            )
             counts = right if shard >> (self.levels - level - 1) & 1 else left
         return counts
 
     def leaves(self, subsets: Sequence[Subset]) -> Counts:
-        """Counts of each subset in every shard, arrays of shape (shards, strata); row i equals `leaf(subsets, i)`."""
+        """Counts of each subset in every shard, arrays of shape (shards, strata); row i equals `leaf(subsets,
+        i)`.
+        """
         counts = self._root(subsets)
         for level in range(self.levels):
             nodes = np.arange(1 << level, 2 << level)
@@ -71,13 +77,16 @@ class ShardTree:
         """float64 (subsets, nodes, strata)."""
         if not subsets:
             return np.empty((0, len(nodes), self.strata))
-        keys = [np.stack([np.broadcast_to(subset.key[part], self.strata) for subset in subsets]) for part in (0, 1)]
+        keys = [
+            np.stack([np.broadcast_to(subset.key[part], self.strata) for subset in subsets])
+            for part in (0, 1)
+        ]
         return uniforms((keys[0][:, None], keys[1][:, None]), nodes[:, None])
 
     def _halves(
         self, subsets: Sequence[Subset], counts: Counts, level: int, nodes: Ints, draws: np.ndarray
     ) -> tuple[Counts, Counts]:
-        """Counts of the left and the right children of nodes of one level; nodes are numbered as in a heap."""
+        """Counts of the left and the right children of one level's nodes, numbered as in a heap."""
         width = 1 << (self.levels - level)
         first = (nodes - (1 << level)) * width
         start, middle = (np.minimum(edge, self.shards) for edge in (first, first + width // 2))
