@@ -62,11 +62,13 @@ class _Plan:
     """How one round is drawn. Arrays have one element a stratum.
 
     period: the pass (the round itself with replacement); straddles: whether the round is A_{p-1} + H_p;
+    idle: whether no round draws anything, from an empty stratum or when every round is the whole pool;
     lefts: for each halving of the whole rounds of the pass, whether round t is in the left half.
     """
 
     period: Ints
     straddles: Mask
+    idle: Mask
     lefts: Sequence[Mask]
     subsets: Sequence[Subset]
 
@@ -249,7 +251,8 @@ class Rounds:
             total=self.stratum_sizes(t),
             universe=partial(_outside, ()),
         )
-        return _Plan(period=period, straddles=period < 0, lefts=(), subsets=[pick])
+        nowhere = np.zeros(len(period), bool)
+        return _Plan(period=period, straddles=nowhere, idle=nowhere, lefts=(), subsets=[pick])
 
     def _plan_pass(self, t: int) -> _Plan:
         """Lay round t out on its pass: the sizes of head, tails and whole rounds, and the halvings that lead
@@ -291,7 +294,7 @@ class Rounds:
         lefts, slices = self._plan_slices(
             t, p, np.where(alone, t, first), np.where(alone, t + 1, end), sizes - head - own_tail
         )
-        return _Plan(period=p, straddles=straddles, lefts=lefts, subsets=tails + slices)
+        return _Plan(period=p, straddles=straddles, idle=idle, lefts=lefts, subsets=tails + slices)
 
     def _plan_slices(
         self, t: int, p: Ints, low: Ints, high: Ints, inside: Ints
@@ -325,7 +328,7 @@ class Rounds:
         """Entries that the round takes at some nodes, int64 (nodes, C)."""
         if self.replacement:
             return counts["pick"]
-        drawn = _interval(plan.lefts, counts)
+        drawn = np.where(plan.idle, 0, _interval(plan.lefts, counts))
         if plan.straddles.any():
             drawn = np.where(plan.straddles, counts["last_tail"] + counts["head"], drawn)
         return counts["all"] - drawn if self._inverted else drawn
@@ -377,7 +380,7 @@ class _ShardDraw:
         before = np.zeros(len(plan.period), np.int64)
         for depth, left in enumerate(plan.lefts):
             before += np.where(left, 0, counts[f"slice{depth}"][0])
-        stop = before + _interval(plan.lefts, counts)[0]
+        stop = np.where(plan.idle, before, before + _interval(plan.lefts, counts)[0])
         middle = self._choose(~(head | own_tail), _MIDDLE, plan.period, before, stop)
         return np.where(plan.straddles[self._stratum], tail | head, middle)
 
