@@ -39,7 +39,7 @@ _CELLS = 1 << 18
 def philox(
     key: Key, counter: tuple[npt.ArrayLike, npt.ArrayLike, npt.ArrayLike, npt.ArrayLike]
 ) -> list[Words]:
-    """Philox4x32-10: four words of 32 random bits for each (key, counter), uint64 arrays of the broadcast shape.
+    """Philox4x32-10: four words of 32 random bits for each (key, counter), as uint64 arrays.
 
     key: two arrays, counter: four, of integers below 2^32.
     """

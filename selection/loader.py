@@ -35,10 +35,11 @@ _SHARD_ORDER, _MIXING = 101, 102
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderConfig:
-    """batch_size: samples of one rank's batch, at most; workers: loader processes of each rank, 0 = in this
-    process;
+    """How batches are cut and read.
 
-    shuffle: entries of neighbouring shards that are mixed with each other; remainder: see the module.
+    batch_size: samples of one rank's batch, at most; workers: loader processes of each rank, started anew for
+    each round, 0 to load in the training process; shuffle: entries of neighbouring shards that are mixed with
+    each other; remainder: see the module.
     """
 
     batch_size: int
@@ -73,7 +74,7 @@ class Division:
         if steps == 0 or size // world_size < steps:
             raise ValueError(
                 f"batch_size={config.batch_size}: a round of {entries} entries on {world_size} ranks leaves "
-                "a rank without a sample in some step; use fewer ranks, a larger ratio, or batches of 2 and more"
+                "a rank without a sample in some step; use fewer ranks, a larger ratio or larger batches"
             )
         return cls(size, world_size, steps)
 
@@ -104,7 +105,7 @@ class Line:
         self._key = derive(seed_key(seed), _MIXING, t)
 
     def at(self, places: range) -> tuple[Ints, Ints]:
-        """(shard, number among the shard's members) of the entries at some places, int64 (len(places),) each."""
+        """(shard, number among the shard's members) of the entries at some places, int64 (places,) each."""
         found: list[Ints] = []
         starts = self._first[self._opens]
         pool = int(np.searchsorted(starts, places.start, side="right")) - 1
@@ -154,8 +155,8 @@ def _checked(content: bytes, path: str, offset: int, size: int) -> bytes:
         cause = None
     if announced != size or len(content) != tarfile.BLOCKSIZE + size:
         raise ValueError(
-            f"{path}: no member of {size} bytes at byte {offset}; the shard has changed since it was scanned, "
-            "or is compressed: scan it again, or reshard"
+            f"{path}: no member of {size} bytes at byte {offset}; the shard has changed since it was "
+            "scanned, or is compressed: scan it again, or reshard"
         ) from cause
     return content[tarfile.BLOCKSIZE :]
 

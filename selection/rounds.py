@@ -40,7 +40,7 @@ Stratified, all of this holds in each stratum by itself, with the sizes of `sele
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial
@@ -63,7 +63,8 @@ class _Plan:
 
     period: the pass (the round itself with replacement); straddles: whether the round is A_{p-1} + H_p;
     idle: whether no round draws anything, from an empty stratum or when every round is the whole pool;
-    lefts: for each halving of the whole rounds of the pass, whether round t is in the left half.
+    lefts: for each halving of the whole rounds of the pass, whether round t is in the left half;
+    known: upper nodes of the shard tree already counted for this round.
     """
 
     period: Ints
@@ -71,6 +72,7 @@ class _Plan:
     idle: Mask
     lefts: Sequence[Mask]
     subsets: Sequence[Subset]
+    known: dict[int, Counts] = field(default_factory=dict)
 
 
 def _other_half(takes_half: Mask, counts: Counts) -> Ints:
@@ -165,7 +167,7 @@ class Rounds:
         Touches nothing but this shard: O(log S log 1/r) draws and a sort of the shard's entries.
         """
         plan = self._plan(t)
-        return self._members(plan, self._tree.leaf(plan.subsets, shard), shard)
+        return self._members(plan, self._tree.leaf(plan.subsets, shard, plan.known), shard)
 
     def all_members(self, t: int) -> Iterator[tuple[int, Ints]]:
         """(shard, members(t, shard)) for the shards with members, in order; quicker than one by one."""

@@ -34,6 +34,10 @@ class Subset:
     universe: Callable[[Counts], Ints]
 
 
+# Levels whose counts `leaf` keeps: the widest draws, in at most 2^9 nodes.
+_KEPT_LEVELS = 8
+
+
 class ShardTree:
     """A binary tree over shards. counts: int64 (shards, strata), entries of each stratum in each shard."""
 
@@ -43,24 +47,29 @@ class ShardTree:
         self._before = np.zeros((self.shards + 1, self.strata), np.int64)
         np.cumsum(counts, axis=0, out=self._before[1:])
 
-    def leaf(self, subsets: Sequence[Subset], shard: int) -> Counts:
-        """Counts of each subset in one shard, arrays of shape (1, strata): O(levels x subsets) draws."""
-        nodes = np.asarray(
-            [(1 << self.levels | shard) >> (self.levels - level) for level in range(self.levels)]
-        )
+    def leaf(self, subsets: Sequence[Subset], shard: int, known: dict[int, Counts]) -> Counts:
+        """Counts of each subset in one shard, arrays of shape (1, strata): O(levels x subsets) draws.
+
+        known: counts of the upper nodes met so far with these subsets, empty at first.
+        """
+        path = [(1 << self.levels | shard) >> (self.levels - level) for level in range(self.levels + 1)]
+        nodes = np.asarray(path[:-1], np.int64)
         draws = self._uniforms(subsets, nodes)
         counts = self._root(subsets)
-        for level in range(self.levels):
-            left, right = self._halves(
-                subsets, counts, level, nodes[level : level + 1], draws[:, level : level + 1]
-            )
-            counts = right if shard >> (self.levels - level - 1) & 1 else left
+        for level, child in enumerate(path[1:]):
+            if child not in known:
+                pair = self._halves(
+                    subsets, counts, level, nodes[level : level + 1], draws[:, level : level + 1]
+                )
+                if level >= _KEPT_LEVELS:
+                    counts = pair[child & 1]
+                    continue
+                known[child & ~1], known[child | 1] = pair
+            counts = known[child]
         return counts
 
     def leaves(self, subsets: Sequence[Subset]) -> Counts:
-        """Counts of each subset in every shard, arrays of shape (shards, strata); row i equals `leaf(subsets,
-        i)`.
-        """
+        """Counts of each subset in every shard, arrays of shape (shards, strata); row i is `leaf` of i."""
         counts = self._root(subsets)
         for level in range(self.levels):
             nodes = np.arange(1 << level, 2 << level)

@@ -81,7 +81,9 @@ def tokens(caption):
 
 def make(tars, ratio="0.5", seed=1, **config):
     rounds = Rounds(SIZES, ratio, seed, manifest=Tars(tars))
-    return RoundLoader(rounds, LoaderConfig(**({"batch_size": 4} | config)), transform=pixels, tokenize=tokens)
+    return RoundLoader(
+        rounds, LoaderConfig(**({"batch_size": 4} | config)), transform=pixels, tokenize=tokens
+    )
 
 
 def samples(batches):
@@ -141,12 +143,12 @@ def test_a_shard_that_changed_is_named(tars, tmp_path):
     moved = str(tmp_path / "moved.tar")
     with open(tars[0], "rb") as source, open(moved, "wb") as target:
         target.write(b"x" * 100 + source.read())
-    rounds = Rounds(SIZES, 1, 1, manifest=Tars(tars))
-    rounds.shards = None
     loader = make(tars, ratio=1)
-    loader.rounds.manifest.shards = [moved, *tars[1:]]
     loader.rounds.manifest.rows = Tars(tars).rows
-    with pytest.raises(ValueError, match=r"moved.tar: no member of \d+ bytes at byte \d+; the shard has changed"):
+    loader.rounds.manifest.shards = [moved, *tars[1:]]
+    with pytest.raises(
+        ValueError, match=r"moved.tar: no member of \d+ bytes at byte \d+; the shard has changed"
+    ):
         list(loader)
 
 
@@ -200,6 +202,8 @@ def test_config_out_of_range_is_refused(field):
 
 def train_one_process(rank, tars, folder):
     torch.set_num_threads(1)
+    # A spawned process would spawn its loader workers too, importing everything again for each round.
+    torch.multiprocessing.set_start_method("fork", force=True)
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
     )
@@ -222,6 +226,7 @@ def train_open_clip(rank, loader):
         8,
         {"image_size": 8, "layers": 1, "width": 16, "head_width": 8, "patch_size": 4},
         {"context_length": 2, "vocab_size": 64, "width": 16, "heads": 2, "layers": 1},
+        output_dict=True,
     )
     model = torch.nn.parallel.DistributedDataParallel(model)
     args = Namespace(

@@ -67,7 +67,9 @@ def taken_by(rounds, t):
 
 @settings(max_examples=35, deadline=None)
 @given(pools(), ratios, st.integers(0, 2**64 - 1), st.integers(1, 16), st.booleans(), st.booleans())
-def test_every_round_is_exact_and_use_counts_stay_within_one(pool, ratio, seed, last, replacement, stratified):
+def test_every_round_is_exact_and_use_counts_stay_within_one(
+    pool, ratio, seed, last, replacement, stratified
+):
     entries = sum(map(len, pool[1]))
     k = int((ratio * entries).quantize(Decimal(1), ROUND_HALF_UP))
     assume(k > 0)
@@ -139,7 +141,9 @@ def test_the_first_round_of_a_stratified_run_is_the_largest_remainder_apportionm
     assert Quotas([47, 16, 15, 12, 10], 10).taken(1).tolist() == [5, 2, 1, 1, 1]
 
 
-@pytest.mark.parametrize(("entries", "ratio", "k"), [(10, 0.15, 2), (10, "0.25", 3), (100, 0.285, 29), (7, 1, 7)])
+@pytest.mark.parametrize(
+    ("entries", "ratio", "k"), [(10, 0.15, 2), (10, "0.25", 3), (100, 0.285, 29), (7, 1, 7)]
+)
 def test_round_size_is_rounded_half_up_in_decimal(entries, ratio, k):
     assert Rounds([entries], ratio, 0).k == k
 
@@ -171,7 +175,7 @@ def membership(rounds, t, n):
 
 @pytest.mark.parametrize(("ratio", "k"), [("0.3", 3), ("0.7", 7), ("0.4", 4)])
 def test_each_round_is_a_uniform_subset(ratio, k):
-    """All C(10, k) subsets equally often, so every entry and every pair too; rounds 3 and 6 straddle two passes."""
+    """All C(10, k) subsets equally often, so all pairs too; rounds 3 and 6 straddle passes."""
     n = 12_000
     rounds = replicas(n, 11, ratio)
     for t in (0, 2, 3, 5, 6, 13):
@@ -232,7 +236,9 @@ def test_counts_that_contradict_the_manifest_are_an_error_naming_the_shard():
         rounds.shard(0, 0)
 
 
-@pytest.mark.parametrize("arguments", [{"counts": []}, {"counts": [-1, 3]}, {"counts": [0, 0]}, {"counts": [2], "strata": [[1]]}])
+@pytest.mark.parametrize(
+    "arguments", [{"counts": []}, {"counts": [-1, 3]}, {"counts": [0, 0]}, {"counts": [2], "strata": [[1]]}]
+)
 def test_counts_that_cannot_be_are_refused(arguments):
     with pytest.raises(ValueError, match=r"counts=|strata:"):
         Rounds(ratio=0.5, seed=0, **arguments)
@@ -245,7 +251,7 @@ def test_one_shard_of_a_pool_of_a_hundred_million():
 
 
 def test_draws_have_not_changed_since_rounds_were_first_published():
-    """If this fails, runs already trained can no longer be made again: FORMAT in round_files has to change too."""
+    """If this fails, rounds on record can no longer be made again: FORMAT in round_files changes too."""
     digest = hashlib.sha256()
     for rounds in (Rounds([40, 2, 0, 77], "0.3", 5), Rounds([40, 2, 0, 77], "0.3", 5, replacement=True)):
         for t in range(8):
