@@ -20,12 +20,13 @@ FORMAT = "winnow-rounds-1"
 """Names the draws as well as the file: whatever changes which entries a (seed, t) takes must change this."""
 
 
-def write_uids(rounds: Rounds, t: int, path: str, memory: int = 256 << 20) -> None:
+def write_uids(rounds: Rounds, t: int, path: str, memory: int = 128 << 20) -> None:
     """Write round t as one `.npy` of dtype `u8,u8`, shape (k,), sorted lexicographically (the subset.npy
     layout).
 
-    path: local or fsspec. memory: bytes of uids sorted at once; larger rounds are parted by their first bits
-    into temporary files first, so that memory stays near twice this however large the round is.
+    path: local or fsspec. memory: bytes of uids sorted at once; a larger round is parted by the first bits of
+    its uids into temporary files first, so that the peak stays within about four times this, however large
+    the round.
     """
     with fsspec.open(path, "wb") as out:
         np.lib.format.write_array_header_1_0(

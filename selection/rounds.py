@@ -403,5 +403,5 @@ class _ShardDraw:
 
 
 def _check_round(t: int) -> None:
-    if t < 0:
-        raise ValueError(f"t={t}: rounds are numbered from 0")
+    if not 0 <= t < 1 << 32:
+        raise ValueError(f"t={t}: rounds are numbered from 0 to 2^32 - 1")

@@ -4,7 +4,9 @@ import io
 import tarfile
 from argparse import Namespace
 from collections import Counter
+from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 import torch
@@ -111,6 +113,17 @@ def test_workers_change_nothing_and_rounds_are_shuffled(tars):
     assert orders[0] != sorted(orders[0])
     loader = make(tars, ratio=1)
     assert samples(loader) != samples(loader)
+
+
+def test_shards_may_be_anywhere_fsspec_reaches(tars):
+    remote = fsspec.filesystem("memory")
+    for path in tars:
+        remote.pipe_file(path, Path(path).read_bytes())
+    loader = make(tars)
+    rows = loader.rounds.manifest.rows
+    loader.rounds.manifest = Tars([f"memory://{path}" for path in tars])
+    loader.rounds.manifest.rows = rows
+    assert samples(loader) == samples(make(tars))
 
 
 def test_captions_may_come_from_the_manifest(tars):

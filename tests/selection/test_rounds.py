@@ -230,6 +230,12 @@ def test_shards_name_the_rows_and_bytes_to_read():
         assert rounds.shard(1, members.index).positions.tolist() == members.positions.tolist()
 
 
+@pytest.mark.parametrize("t", [-1, 2**32])
+def test_rounds_are_numbered_in_32_bits(t):
+    with pytest.raises(ValueError, match="t="):
+        Rounds([10], 0.5, 0).members(t, 0)
+
+
 def test_counts_that_contradict_the_manifest_are_an_error_naming_the_shard():
     rounds = Rounds([5], "0.5", 2, manifest=TableManifest([[0] * 4]))
     with pytest.raises(ValueError, match=r"00000000.tar: the manifest has 4 entries"):
