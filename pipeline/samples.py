@@ -1,0 +1,172 @@
+"""What a sample is: uid, image member, caption, label and the metadata kept with it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from pipeline.shards import Member, RawSample, Shard
+
+IMAGE_EXTS = ("jpg", "jpeg", "png", "webp")
+JSON_TYPES: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool}
+HEX_UID = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolConfig:
+    """Where the pool is and how its samples are to be read.
+
+    shards: path, glob, braces, folder, URL, or a list of these.
+    missing: `error` lists absent shards and stops; `skip` goes on without them.
+    caption_field, label_field: json fields that stand in for a txt / cls member.
+    invalid_uid: a json uid that is not 32 hex digits is rejected, or replaced by a synthesised one.
+    json_fields: json fields kept as metadata columns, with their types (str, int, float, bool). A column of
+        `<stem>.parquet` beside the shard takes precedence.
+    """
+
+    shards: Any
+    missing: str = "error"
+    caption_field: str = "caption"
+    label_field: str = "label"
+    invalid_uid: str = "reject"
+    json_fields: dict[str, str] = field(
+        default_factory=lambda: {"url": "str", "original_width": "int", "original_height": "int"}
+    )
+
+    def __post_init__(self) -> None:
+        if not self.shards:
+            raise ValueError("shards: give a path, glob, braces, folder or URL, or a list of these")
+        if self.missing not in ("error", "skip"):
+            raise ValueError(f"missing={self.missing}: must be error or skip")
+        if self.invalid_uid not in ("reject", "synthesise"):
+            raise ValueError(f"invalid_uid={self.invalid_uid}: must be reject or synthesise")
+        for key, kind in self.json_fields.items():
+            if kind not in JSON_TYPES:
+                raise ValueError(f"json_fields.{key}={kind}: must be one of {', '.join(JSON_TYPES)}")
+
+    def reading(self) -> dict[str, Any]:
+        """The settings that decide what a sample reads as (not where the pool lies)."""
+        return {k: v for k, v in asdict(self).items() if k not in ("shards", "missing")}
+
+
+@dataclass(slots=True)
+class Sample:
+    """One sample as its shard tells it, before any pixel is decoded.
+
+    uid: 128 bits, high and low half. status: `ok` or a reason from `pipeline.reasons.REJECTED`.
+    repaired: the caption held bytes or characters that had to be replaced by U+FFFD.
+    """
+
+    key: str
+    uid: tuple[int, int]
+    members: list[Member]
+    image: Member | None = None
+    caption: str | None = None
+    label: str | None = None
+    status: str = "ok"
+    repaired: bool = False
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+def synthetic_uid(shard_name: str, key: str) -> tuple[int, int]:
+    """blake2b-128 of `shard basename / key`, for samples that carry no uid."""
+    digest = hashlib.blake2b(f"{shard_name}/{key}".encode("utf-8", "replace"), digest_size=16).digest()
+    return int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:], "big")
+
+
+def parse_uid(text: str) -> tuple[int, int]:
+    """High and low 64 bits of 32 hex digits, either case. Raises ValueError for anything else."""
+    normal = text.lower()
+    if not HEX_UID.fullmatch(normal):
+        raise ValueError(f"uid {text!r} is not 32 hex digits")
+    return int(normal[:16], 16), int(normal[16:], 16)
+
+
+def format_uid(hi: int, lo: int) -> str:
+    return f"{hi:016x}{lo:016x}"
+
+
+def read_sample(shard: Shard, shard_name: str, raw: RawSample, pool: PoolConfig) -> Sample:
+    """Read everything of a sample but its pixels. Never raises for bad content: see `status`."""
+    sample = Sample(raw.key, synthetic_uid(shard_name, raw.key), raw.members)
+    sample.image = _pick(raw.members, IMAGE_EXTS)
+    record = _read_json(shard, raw.members)
+    if not _take_uid(sample, record, pool):
+        sample.status = "invalid_uid"
+    _take_caption(sample, shard, record, pool)
+    _take_label(sample, shard, record, pool)
+    sample.metadata = {k: _typed(record.get(k), JSON_TYPES[kind]) for k, kind in pool.json_fields.items()}
+    if sample.status != "ok":
+        pass
+    elif sample.image is None:
+        sample.status = "missing_image"
+    elif sample.caption is None:
+        sample.status = "missing_caption"
+    elif not sample.caption.strip():
+        sample.status = "empty_caption"
+    return sample
+
+
+def _pick(members: Sequence[Member], exts: Sequence[str]) -> Member | None:
+    """The member whose whole suffix is one of `exts`, else the first whose last part is."""
+    exact = [m for m in members if m.suffix in exts]
+    loose = [m for m in members if m.ext in exts]
+    return (exact or loose or [None])[0]
+
+
+def _read_json(shard: Shard, members: Sequence[Member]) -> dict[str, Any]:
+    member = _pick(members, ["json"])
+    if member is None:
+        return {}
+    try:
+        value = json.loads(shard.read(member).decode("utf-8", "replace"))
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _typed(value: Any, kind: type) -> Any:
+    """`value` when it is of the declared type (an int serves as a float), else None."""
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind:
+        return None
+    return clean_text(value.encode("utf-8", "surrogatepass"))[0] if kind is str else value
+
+
+def _take_uid(sample: Sample, record: dict[str, Any], pool: PoolConfig) -> bool:
+    given = record.get("uid")
+    if given is None:
+        return True
+    try:
+        sample.uid = parse_uid(given if isinstance(given, str) else "")
+    except ValueError:
+        return pool.invalid_uid == "synthesise"
+    return True
+
+
+def _take_caption(sample: Sample, shard: Shard, record: dict[str, Any], pool: PoolConfig) -> None:
+    member = _pick(sample.members, ["txt"])
+    if member is not None:
+        sample.caption, sample.repaired = clean_text(shard.read(member))
+    elif isinstance(record.get(pool.caption_field), str):
+        sample.caption, sample.repaired = clean_text(record[pool.caption_field].encode("utf-8", "surrogatepass"))
+
+
+def _take_label(sample: Sample, shard: Shard, record: dict[str, Any], pool: PoolConfig) -> None:
+    member = _pick(sample.members, ["cls"])
+    value = record.get(pool.label_field)
+    if member is not None:
+        sample.label = clean_text(shard.read(member))[0].strip()
+    elif isinstance(value, (str, int)):
+        sample.label = clean_text(str(value).encode("utf-8", "surrogatepass"))[0]
+
+
+def clean_text(data: bytes) -> tuple[str, bool]:
+    """Decode as UTF-8; invalid bytes, lone surrogates and NUL become U+FFFD. Also: was anything replaced?"""
+    text = data.decode("utf-8", "replace").replace("\0", "\ufffd")
+    return text, text.encode() != data

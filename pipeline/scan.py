@@ -1,0 +1,276 @@
+"""The scan: every shard of a pool into a feature table, once. Later runs find the tables and open no shard."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from pipeline import cluster, reasons, shards, sidecar, storage
+from pipeline.cluster import ClusterConfig
+from pipeline.decode import DecodeConfig, Decoder
+from pipeline.errors import Refused, WinnowError
+from pipeline.progress import Progress
+from pipeline.samples import PoolConfig
+from pipeline.scan_shard import ShardScanner, ShardTask
+from pipeline.scorer import Scorer, ScorerConfig, fingerprint
+from pipeline.tables import TABLE_VERSION, ShardReport, TableSet, digest_json, shard_id
+
+log = logging.getLogger(__name__)
+CPU_BATCH = 64  # a batch of activations a core; larger ones are no faster there
+BUDGET_MINIMUM = 10_000  # samples before a running scan is held against the error budget
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorBudget:
+    """What share of the pool may be unreadable before the run stops.
+
+    max_fraction holds for each reason by itself; by_reason overrides it for the reasons it names.
+    """
+
+    max_fraction: float = 0.2
+    by_reason: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for key, value in {"max_fraction": self.max_fraction, **self.by_reason}.items():
+            if not 0 <= value <= 1:
+                raise ValueError(f"{key}={value}: must lie in [0, 1]")
+        unknown = set(self.by_reason) - set(reasons.REJECTED)
+        if unknown:
+            raise ValueError(f"by_reason.{min(unknown)}: no such reason; known: {', '.join(reasons.REJECTED)}")
+
+    def check(self, reports: Sequence[ShardReport]) -> None:
+        """Raises WinnowError naming the worst shards of the first reason that is past its budget."""
+        total = sum(r.samples for r in reports)
+        counts: Counter[str] = Counter()
+        for r in reports:
+            counts.update(r.rejected())
+        for reason, n in counts.most_common():
+            allowed = self.by_reason.get(reason, self.max_fraction)
+            if n > allowed * total:
+                worst = sorted(reports, key=lambda r: -r.rejected().get(reason, 0))[:5]
+                names = ", ".join(f"{r.shard} ({r.rejected().get(reason, 0)})" for r in worst)
+                raise WinnowError(
+                    f"{n} of {total} samples are rejected as {reason}, more than errors.max_fraction={allowed}"
+                    f" allows; most in: {names}. Mend these shards or set errors.by_reason.{reason}"
+                )
+
+
+@dataclass(frozen=True)
+class Scan:
+    """A scanned pool: its tables and one report a shard, in pool order."""
+
+    tables: TableSet
+    reports: list[ShardReport]
+    column: str | None
+    scanned: int  # shards that this run opened
+
+    @property
+    def samples(self) -> int:
+        return sum(r.samples for r in self.reports)
+
+    @property
+    def ids(self) -> list[str]:
+        return [r.id for r in self.reports]
+
+    def rejected(self) -> dict[str, int]:
+        counts: Counter[str] = Counter()
+        for r in self.reports:
+            counts.update(r.rejected())
+        return dict(sorted(counts.items()))
+
+
+class ScanWorker:
+    """The Ray actor: one loaded scorer, whole shards."""
+
+    def __init__(self, setup: dict[str, Any], threads: int) -> None:
+        torch.set_num_threads(1)  # threads take whole batches: bits do not depend on their number
+        device = cluster.worker_device()
+        config: ScorerConfig | None = setup["scorer"]
+        scorer = Scorer(config, device) if config else None
+        if scorer and scorer.fingerprint != setup["fingerprint"]:
+            raise Refused(
+                f"a worker's scorer has fingerprint {scorer.fingerprint}, the driver's {setup['fingerprint']}:"
+                f" {config.weights if config else ''} differs between machines"
+            )
+        decoder = Decoder(setup["decode"], scorer.preprocess if scorer else None)
+        self.scanner = ShardScanner(
+            TableSet(setup["tables"]), setup["pool"], decoder, scorer,
+            config.column if config else None, setup["batch_size"], threads,
+        )  # fmt: skip
+
+    def scan(self, task: ShardTask) -> ShardReport:
+        return self.scanner.scan(task)
+
+
+def scan(
+    out: str,
+    pool: PoolConfig,
+    scorer: ScorerConfig | None,
+    decode: DecodeConfig,
+    workers: ClusterConfig,
+    errors: ErrorBudget,
+) -> Scan:
+    """Bring the tables of a pool up to date and return them.
+
+    Shards whose signature (size and time stamp) is that of their table are not opened. When the pool
+    cannot be reached at all, the tables of an earlier complete scan of the same setting serve.
+    Raises Refused for a pool that is incomplete or holds no readable sample, WinnowError past the budget.
+    """
+    absolute = PoolConfig(**{**asdict(pool), "shards": _absolute(pool.shards)})
+    found, absent = _find(absolute)
+    reachable = bool(found)
+    identity, resolved = _identity(out, absolute, scorer, decode, workers, reachable)
+    tables = TableSet(storage.join(out, "features", digest_json(identity)))
+    column = scorer.column if scorer else None
+    listing = storage.join(tables.folder, f"pool-{digest_json([absolute.shards, absolute.missing])}.json")
+    if not reachable:
+        if not storage.exists(listing):
+            raise Refused(f"pool.shards={pool.shards}: none of {len(absent)} shards exists, {absent[0]} for one")
+        log.warning("the pool cannot be reached; using the %s of its earlier scan", listing)
+        return Scan(tables, [ShardReport(**r) for r in storage.read_json(listing)], column, 0)
+    if absent and pool.missing == "error":
+        raise Refused(
+            f"{len(absent)} shards of the pool are missing: {', '.join(absent[:10])}{' ...' if len(absent) > 10 else ''};"
+            " pool.missing=skip goes on without them"
+        )
+    storage.write_json(storage.join(tables.folder, "set.json"), identity)
+    done, tasks = _divide(tables, found)
+    if tasks:
+        done |= _run(tables, resolved, absolute, decode, identity, workers, errors, tasks, len(found), done)
+    reports = [done[shard_id(s)] for s in found]
+    errors.check(reports)
+    if not any(r.status.get("ok") for r in reports):
+        raise Refused(f"no sample of the pool can be read: {_tally(reports)}")
+    storage.write_json(listing, [asdict(r) for r in reports])
+    return Scan(tables, reports, column, len(tasks))
+
+
+def _absolute(spec: Any) -> Any:
+    patterns = [spec] if isinstance(spec, str) else list(spec)
+    return [storage.absolute(p, "pool.shards") for p in patterns]
+
+
+def _find(pool: PoolConfig) -> tuple[list[str], list[str]]:
+    """(shards that exist, shards that are listed or implied but absent)."""
+    try:
+        listed = shards.expand(pool.shards)
+    except Refused:
+        if any(storage.exists(storage.parent(p)) for p in pool.shards):
+            raise
+        return [], list(pool.shards)
+    absent = shards.missing(listed)
+    gone = set(absent)
+    return [s for s in listed if s not in gone], absent
+
+
+def _identity(
+    out: str, pool: PoolConfig, scorer: ScorerConfig | None, decode: DecodeConfig, workers: ClusterConfig, scan_ahead: bool
+) -> tuple[dict[str, Any], ScorerConfig | None]:
+    """What decides the content of tables, and the scorer with its precision settled.
+
+    A scorer that tables of this folder were made with is recognised by its files, without loading it.
+    """
+    base = {"version": TABLE_VERSION, "pool": pool.reading(), "decode": asdict(decode)}
+    if scorer is None:
+        return {**base, "scorer": None, "batch_size": CPU_BATCH}, None
+    source = scorer.source()
+    root = storage.join(out, "features")
+    for name in storage.listdir(root):
+        known = TableSet(storage.join(root, name))
+        identity = known.identity() if storage.exists(known.path("set", "json")) else {}
+        if identity.get("source") != {**source, "name": scorer.name}:
+            continue
+        if any(identity[k] != base[k] for k in base):
+            continue
+        precision = identity["scorer"]["precision"]
+        if scorer.precision in ("auto", precision):
+            return identity, ScorerConfig(**{**asdict(scorer), "precision": precision})
+    if scan_ahead:
+        cluster.connect()
+    gpu = cluster.plan_workers(workers, 1).gpus > 0 if scan_ahead else torch.cuda.is_available()
+    precision = scorer.precision if scorer.precision != "auto" else "fp16" if gpu else "fp32"
+    settled = ScorerConfig(**{**asdict(scorer), "precision": precision})
+    loaded = Scorer(settled)
+    identity = {
+        **base,
+        "scorer": loaded.identity,
+        "fingerprint": loaded.fingerprint,
+        "source": {**source, "name": scorer.name},
+        "batch_size": scorer.batch_size if gpu else min(scorer.batch_size, CPU_BATCH),
+    }
+    return identity, settled
+
+
+def _divide(tables: TableSet, found: list[str]) -> tuple[dict[str, ShardReport], list[ShardTask]]:
+    """Reports of shards whose table is current, and tasks for the rest."""
+    marks: dict[str, dict[str, Any]] = {}
+    counts = shards.CountFiles()
+    committed = {n for n in storage.listdir(tables.folder) if n.endswith(".json")}
+    done, tasks = {}, []
+    for shard in found:
+        folder = storage.parent(shard)
+        if folder not in marks:
+            marks[folder] = storage.signatures(folder)
+        mark = marks[folder][storage.name(shard)]
+        beside = marks[folder].get(storage.name(sidecar.path_of(shard)))
+        name = shard_id(shard)
+        report = tables.report(name) if f"{name}.json" in committed else None
+        if report and report.signature == mark and report.sidecar == beside:
+            done[name] = report
+        else:
+            tasks.append(
+                ShardTask(shard=shard, id=name, signature=mark, sidecar=beside, promised=counts.promised(shard))
+            )
+    return done, tasks
+
+
+def _run(
+    tables: TableSet,
+    scorer: ScorerConfig | None,
+    pool: PoolConfig,
+    decode: DecodeConfig,
+    identity: dict[str, Any],
+    config: ClusterConfig,
+    errors: ErrorBudget,
+    tasks: list[ShardTask],
+    total: int,
+    done: dict[str, ShardReport],
+) -> dict[str, ShardReport]:
+    """Scan the tasks on Ray; returns their reports by shard id."""
+    cluster.connect()
+    workers = cluster.plan_workers(config, len(tasks))
+    setup = {
+        "tables": tables.folder,
+        "pool": pool,
+        "decode": decode,
+        "scorer": scorer,
+        "fingerprint": identity.get("fingerprint"),
+        "batch_size": identity["batch_size"],
+    }
+    fresh: dict[str, ShardReport] = {}
+    with Progress("scan", total, done=total - len(tasks)) as progress:
+        for _task, report in cluster.map_actors(workers, ScanWorker, [setup, workers.cpus], "scan", tasks):
+            fresh[report.id] = report
+            progress.step(report.samples)
+            so_far = [*done.values(), *fresh.values()]
+            if sum(r.samples for r in fresh.values()) >= BUDGET_MINIMUM:
+                errors.check(so_far)
+    return fresh
+
+
+def _tally(reports: Sequence[ShardReport]) -> str:
+    counts: Counter[str] = Counter()
+    for r in reports:
+        counts.update(r.rejected())
+    damaged = [f"{storage.name(r.shard)}: {r.detail}" for r in reports if r.damage]
+    parts = [f"{n} {reason}" for reason, n in counts.most_common()] or ["the shards hold none"]
+    return "; ".join([*parts, *damaged[:5]])
+
+
+def scorer_fingerprint(identity: dict[str, Any]) -> str | None:
+    return fingerprint(identity["scorer"]) if identity["scorer"] else None
