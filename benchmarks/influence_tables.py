@@ -1,8 +1,8 @@
 """Measured against published: `python benchmarks/influence_tables.py DATA_DIR`, DATA_DIR holding adult.npz,
 nraa_german.npz and raa_drug.npz. Prints each number beside its target and exits 1 if one is missed.
 
-Targets: Chhabra et al. (ICLR 2024) recomputed on those files, delete 1 / 2.5 / 5 % of the training rows in one
-shot without a guard; leave-one-out by real refits.
+Targets: Chhabra et al. (ICLR 2024) recomputed on those files, delete 1 / 2.5 / 5 % of the training rows in
+one shot without a guard; leave-one-out by real refits.
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ def one_shot(table: Table, data: dict[str, np.ndarray], l2: float) -> None:
             result = select(rows, validation, config, l2=l2, others={"test": test})
             before, after = result.metrics["test"]
             table.near(f"adult, {share:.1%} by {name}: {metric}", number(after, metric), target)
-            print(f"{'':20s} robust accuracy {before.robust_accuracy:.4f} -> {after.robust_accuracy:.4f}", end="")
+            print(
+                f"{'':20s} robust accuracy {before.robust_accuracy:.4f} -> {after.robust_accuracy:.4f}",
+                end="",
+            )
             print(f"; predicted {result.predicted[name]:.4f}, realised {result.realised[name]:.4f}")
     for name, target in BASE.items():
         table.near(f"adult, base: {name}", number(before, name), target)
@@ -101,12 +104,12 @@ def guarded(table: Table, path: Path) -> None:
     for name in (*ONE_SHOT, "equalized_odds"):
         for rounds in (1, 5):
             config = SelectionConfig(objectives=(name,), budget=0.05, rounds=rounds)
-            result = select(
-                rows, held, config, l2=l2, guard=guard, others={"test": held_out(data, "test")}
-            )
+            result = select(rows, held, config, l2=l2, guard=guard, others={"test": held_out(data, "test")})
             before, after = result.metrics["guard"]
             change = after.accuracy - before.accuracy
-            table.row(f"{path.stem}, guard on, {name}, {rounds} rounds: accuracy", change, ">= 0", change >= 0)
+            table.row(
+                f"{path.stem}, guard on, {name}, {rounds} rounds: accuracy", change, ">= 0", change >= 0
+            )
             test = result.metrics["test"]
             print(f"{'':12s}{result.verdict}")
             print(f"{'':12s}test accuracy {test[0].accuracy:.4f} -> {test[1].accuracy:.4f}, gaps", end=" ")
@@ -137,7 +140,9 @@ def leave_one_out(table: Table, path: Path) -> None:
                 print(f"{label}: Pearson {pearson:.5f}, slope {slope:.4f} (for comparison)")
                 continue
             table.row(f"{label}: Pearson", pearson, "at least .99", pearson >= 0.99)
-            table.row(f"{label}: slope exact / estimate", slope, "1.00 - 1.06", wanted[0] <= slope <= wanted[1])
+            table.row(
+                f"{label}: slope exact / estimate", slope, "1.00 - 1.06", wanted[0] <= slope <= wanted[1]
+            )
 
 
 def main() -> int:

@@ -1,12 +1,12 @@
 """Influence-based selection: which rows help, which harm, and by how much (Chhabra et al., ICLR 2024).
 
-    from selection.influence import HeldOut, Rows, SelectionConfig, select
+from selection.influence import HeldOut, Rows, SelectionConfig, select
 
-    rows = Rows.from_arrays(x_train, y_train)              # (n, d) float, (n,) integer labels
-    result = select(rows, HeldOut(x_val, y_val), SelectionConfig(budget=0.05), l2=1.0,
-                    guard=HeldOut(x_guard, y_guard))
-    result.verdict                                         # what was removed, or why nothing was
-    result.influence.column("utility")                     # delta_if_removed: negative = harmful
+rows = Rows.from_arrays(x_train, y_train)              # (n, d) float, (n,) integer labels
+result = select(rows, HeldOut(x_val, y_val), SelectionConfig(budget=0.05), l2=1.0,
+                guard=HeldOut(x_guard, y_guard))
+result.verdict                                         # what was removed, or why nothing was
+result.influence.column("utility")                     # delta_if_removed: negative = harmful
 """
 
 from selection.influence.head import FitError, Head, fit_head

@@ -10,6 +10,7 @@ from functools import partial
 
 import numpy as np
 
+from pipeline.errors import WinnowError
 from selection.influence.logistic import class_probabilities, columns_for, residuals, row_losses
 from selection.influence.rows import Rows, Sums
 from selection.influence.solve import KroneckerFactors, conjugate_gradient, dense_hessian, hessian_products
@@ -18,7 +19,7 @@ from selection.influence.solve import KroneckerFactors, conjugate_gradient, dens
 DENSE_STEP_LIMIT = 2_048
 
 
-class FitError(RuntimeError):
+class FitError(WinnowError):
     """The head did not reach the gradient norm asked for; its influence would be wrong in silence."""
 
 
@@ -97,7 +98,9 @@ def fit_head(
     )
 
 
-def _newton_step(rows: Rows, weights: np.ndarray, l2: float, gradient: np.ndarray, inner: float) -> np.ndarray:
+def _newton_step(
+    rows: Rows, weights: np.ndarray, l2: float, gradient: np.ndarray, inner: float
+) -> np.ndarray:
     if weights.size <= DENSE_STEP_LIMIT:
         h = dense_hessian(rows, weights, l2)
         return -np.linalg.solve(h, gradient.ravel()).reshape(weights.shape)

@@ -18,7 +18,7 @@ def columns_for(classes: int) -> int:
 
 
 def class_probabilities(logits: np.ndarray) -> np.ndarray:
-    """(b, columns) probabilities, dtype of `logits`: of class 1 when there is one column, else of each class."""
+    """(b, columns) probabilities in the dtype of `logits`: of class 1 with one column, else of each class."""
     return expit(logits) if logits.shape[1] == 1 else softmax(logits, axis=1)
 
 
@@ -45,7 +45,7 @@ def curvature_times(p: np.ndarray, t: np.ndarray) -> np.ndarray:
 
     `p` is (b, columns); `t` is (b, ..., columns). Returns the shape of `t`.
     """
-    p = p.reshape(p.shape[:1] + (1,) * (t.ndim - 2) + p.shape[1:])
+    p = p.reshape(len(p), *[1] * (t.ndim - 2), p.shape[1])
     if p.shape[-1] == 1:
         return p * (1 - p) * t
     pt = p * t

@@ -1,4 +1,4 @@
-"""What a head does on a held-out set, by decisions rather than by probabilities: the numbers of the reports."""
+"""What a head does on a held-out set, by decisions rather than probabilities: the numbers of the reports."""
 
 from __future__ import annotations
 
@@ -46,9 +46,7 @@ def measure(head: Head, held: HeldOut, base: Head, *, positive: int = 1) -> Metr
         }
         spreads = {k: None if r is None else max(r) - min(r) for k, r in rates.items()}
         odds = [spreads["positive"], spreads["negative"]]
-        gaps = dict(
-            zip(FAIRNESS, (spreads["all"], spreads["positive"], None if None in odds else max(odds)))
-        )  # type: ignore[type-var]
+        gaps = dict(zip(FAIRNESS, (spreads["all"], spreads["positive"], None if None in odds else max(odds))))  # type: ignore[type-var]
         for name, condition in (("demographic_parity", "all"), ("equal_opportunity", "positive")):
             r = rates[condition]
             signed[name] = r[1] - r[0] if r is not None and len(r) == 2 else None
@@ -61,7 +59,9 @@ def measure(head: Head, held: HeldOut, base: Head, *, positive: int = 1) -> Metr
     )
 
 
-def _rates(positive_decisions: np.ndarray, held: HeldOut, condition: str, positive: int) -> list[float] | None:
+def _rates(
+    positive_decisions: np.ndarray, held: HeldOut, condition: str, positive: int
+) -> list[float] | None:
     assert held.s is not None
     try:
         masks = group_masks(held.y, held.s, condition, positive)

@@ -24,7 +24,7 @@ ATTACK_STRENGTH = 1.3
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A held-out set that stays in memory: x (m, d) float, y (m,) integer, s (m,) sensitive groups or None."""
+    """A held-out set, in memory: x (m, d) float, y (m,) integer, s (m,) sensitive groups or None."""
 
     x: np.ndarray
     y: np.ndarray
@@ -32,7 +32,7 @@ class HeldOut:
 
     def __post_init__(self) -> None:
         if self.x.ndim != 2 or self.y.shape != self.x.shape[:1] or not len(self.y):
-            raise ValueError(f"held-out features {self.x.shape}, labels {self.y.shape}: expected (m, d), (m,)")
+            raise ValueError(f"held-out features {self.x.shape}, labels {self.y.shape}: want (m, d), (m,)")
         if self.s is not None and self.s.shape != self.y.shape:
             raise ValueError(f"held-out groups {self.s.shape}: expected {self.y.shape}")
 
@@ -44,8 +44,11 @@ class HeldOut:
 class Objective(Protocol):
     """A quantity to be lowered, bound to a held-out set."""
 
-    name: str
-    unit: str
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def unit(self) -> str: ...
 
     def value(self, head: Head) -> float: ...
 
@@ -62,8 +65,8 @@ class Objective(Protocol):
 class SummedLoss:
     """Sum of log-losses (nats). `attacked_by` is the head whose adversarial shift the features get, if any.
 
-    The shift belongs to that head and stays put while the head is refitted: an attack of strength above 1 that
-    followed every refit would turn each decision round, and robust accuracy would be 1 - accuracy by identity.
+    The shift belongs to that head and stays put while the head is refitted: an attack of strength above 1
+    that followed every refit would turn each decision round, so that robust accuracy were 1 - accuracy.
     """
 
     name: str
@@ -101,8 +104,8 @@ class GroupGap:
     """Largest less smallest group mean of a row statistic, the largest over `conditions`; 0 is fair.
 
     `rate` (demographic parity): the mean probability of the positive class. `loss` (equal opportunity,
-    equalized odds): the mean log-loss among rows of one true label, as in Chhabra et al.'s code: a group whose
-    positives lose more is a group whose true positive rate is lower.
+    equalized odds): the mean log-loss among rows of one true label, as in Chhabra et al.'s code: a group
+    whose positives lose more is a group whose true positive rate is lower.
 
     conditions: "all", "positive" (y is the positive class) or "negative".
     """
@@ -180,12 +183,12 @@ def group_masks(y: np.ndarray, s: np.ndarray, condition: str, positive: int) -> 
         raise ValueError(f"groups: {list(masks)}; a fairness objective needs at least two")
     for group, mask in masks.items():
         if not mask.any():
-            raise ValueError(f"group {group}: no {condition} rows in this held-out set; its rate is undefined")
+            raise ValueError(f"group {group}: no {condition} rows in this held-out set, so it has no rate")
     return masks
 
 
 def attacked(head: Head, x: np.ndarray, strength: float = ATTACK_STRENGTH) -> np.ndarray:
-    """x' = x - strength * (w . x) w / ||w||^2: the smallest shift that crosses the boundary, times `strength`.
+    """x' = x - strength * (w . x) w / ||w||^2: the smallest shift onto the boundary, times `strength`.
 
     With more than two classes w is the difference between the weights of the two most probable classes.
     x (m, d) float64; returns the same shape.

@@ -26,13 +26,14 @@ class Influence:
     """Influence of n rows on K objectives.
 
     Attributes:
-        names: the K objectives.
+        names, units: of the K objectives.
         delta_if_removed: (n, K) float64; negative = harmful. Removed rows are scored too.
         base: (K,) float64 value of each objective at the head.
         solution: the solves behind it, with residuals.
     """
 
     names: tuple[str, ...]
+    units: tuple[str, ...]
     delta_if_removed: np.ndarray
     base: np.ndarray
     solution: Solution
@@ -78,6 +79,7 @@ def influence(
     solution = curvature.solve(np.stack([objective.gradient(head) for objective in objectives]))
     return Influence(
         names=tuple(objective.name for objective in objectives),
+        units=tuple(objective.unit for objective in objectives),
         delta_if_removed=score_rows(rows, head, solution.v, curvature.leverage if leverage else None),
         base=np.array([objective.value(head) for objective in objectives]),
         solution=solution,

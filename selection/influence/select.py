@@ -50,7 +50,7 @@ class SelectionConfig:
     def __post_init__(self) -> None:
         unknown = [name for name in self.objectives if name not in OBJECTIVES]
         if unknown or not self.objectives or len(set(self.objectives)) < len(self.objectives):
-            raise ValueError(f"objectives={list(self.objectives)}: different names of {', '.join(OBJECTIVES)}")
+            raise ValueError(f"objectives={list(self.objectives)}: one or more of {', '.join(OBJECTIVES)}")
         if self.weights and (len(self.weights) != len(self.objectives) or min(self.weights) <= 0):
             raise ValueError(f"weights={list(self.weights)}: one positive number for each objective, or none")
         if not self.budget > 0 or (self.budget >= 1 and self.budget != int(self.budget)):
@@ -64,7 +64,7 @@ class SelectionConfig:
     def budget_rows(self, n: int) -> int:
         """The budget as a count of n rows; a share is rounded down."""
         count = int(self.budget * n + 1e-9) if self.budget < 1 else int(self.budget)
-        if count >= n:
+        if count >= n and self.budget >= 1:
             raise ValueError(f"budget={self.budget}: {count} of {n} rows; at least one must stay")
         return count
 
@@ -118,10 +118,13 @@ class Selection:
         """One line for a person: how many rows went, and what stopped it."""
         count, n = int(self.removed.sum()), len(self.removed)
         last = self.rounds[-1]
-        why = last.limit or "; ".join(f"{rows} rows: {reason}" for rows, reason in last.refused[-1:])
+        why = last.limit
+        if last.refused:
+            rows, reason = last.refused[-1]
+            why = f"removing {rows} more was refused, as {reason}"
         if count == 0:
             return f"remove nothing: {why}" if why else "remove nothing: no row of the pool is harmful"
-        return f"removed {count} of {n} rows" + (f" (then stopped: {why})" if why else "")
+        return f"removed {count} of {n} rows" + (f" ({why})" if why else "")
 
 
 def select(
@@ -134,6 +137,8 @@ def select(
     groups: np.ndarray | None = None,
     others: Mapping[str, HeldOut] | None = None,
     classes: int | None = None,
+    removable: np.ndarray | None = None,
+    start: Head | None = None,
 ) -> Selection:
     """Remove the rows that harm the objectives on `held`.
 
@@ -145,6 +150,8 @@ def select(
         groups: (n,) group of each training row, for `group_floor`.
         others: further sets to measure before and after, such as "test".
         classes: number of classes; None for the largest label plus one.
+        removable: (n,) bool, rows that may be removed; a budget that is a share is a share of these.
+        start: a head near the base's, to fit from.
     Raises:
         ValueError: the guard is on without a guard set, a floor without groups, or a budget of every row.
     """
@@ -154,10 +161,11 @@ def select(
         raise ValueError(f"group_floor={config.group_floor}: needs the groups of the training rows")
     labels = rows.labels()
     classes = max(int(labels.max()) + 1, 2) if classes is None else classes
-    base = fit_head(rows, l2=l2, classes=classes)
+    base = fit_head(rows, l2=l2, classes=classes, start=start)
     terms = [objective(name, held, base, positive=config.positive) for name in config.objectives]
-    run = _Run(rows, config, terms, guard, base, l2, classes, _allowances(config, labels, groups))
-    run.go(config.budget_rows(rows.n))
+    may_go = np.ones(rows.n, dtype=bool) if removable is None else removable
+    run = _Run(rows, config, terms, guard, base, may_go, _allowances(config, labels, groups))
+    run.go(config.budget_rows(int(may_go.sum())))
     sets = {"influence": held, **({"guard": guard} if guard is not None else {}), **(others or {})}
     return Selection(
         removed=~run.keep,
@@ -202,12 +210,11 @@ class _Run:
         terms: Sequence[Objective],
         guard: HeldOut | None,
         base: Head,
-        l2: float,
-        classes: int,
+        removable: np.ndarray,
         allowances: list[_Allowance],
     ) -> None:
         self.all_rows, self.config, self.terms = rows, config, terms
-        self.l2, self.classes, self.allowances = l2, classes, allowances
+        self.removable, self.allowances = removable, allowances
         self.keep = np.ones(rows.n, dtype=bool)
         self.base = self.head = base
         self.guard = guard
@@ -233,7 +240,7 @@ class _Run:
         """Rows to remove, worst first, and what made them fewer than asked."""
         combined = combine(scores, self.config.weights)
         order = np.argsort(combined, kind="stable")
-        order = order[self.keep[order]]
+        order = order[(self.keep & self.removable)[order]]
         limit = ""
         if self.config.guard:
             order = order[combined[order] < 0]
@@ -271,7 +278,9 @@ class _Run:
         while count:
             keep = self.keep.copy()
             keep[chosen[:count]] = False
-            head = fit_head(self.all_rows.where(keep), l2=self.l2, classes=self.classes, start=self.head)
+            head = fit_head(
+                self.all_rows.where(keep), l2=self.base.l2, classes=self.base.classes, start=self.head
+            )
             objection = self._objection(head) if self.config.guard else ""
             if not objection:
                 break
@@ -329,7 +338,7 @@ class _Run:
 
 
 def combine(scores: Influence, weights: Sequence[float] = ()) -> np.ndarray:
-    """(n,) one score a row: sum over objectives of weight * delta_if_removed / base value; negative = harmful.
+    """(n,) one score a row: sum over objectives of weight * delta_if_removed / base; negative = harmful.
 
     With one objective it is that objective's delta_if_removed unscaled.
     """

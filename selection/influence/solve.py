@@ -91,9 +91,7 @@ class Curvature:
         exact_limit: factor H exactly when columns*d is at most this, else use conjugate gradient.
     """
 
-    def __init__(
-        self, rows: Rows, weights: np.ndarray, l2: float, *, exact_limit: int = EXACT_LIMIT
-    ) -> None:
+    def __init__(self, rows: Rows, weights: np.ndarray, l2: float, *, exact_limit: int = EXACT_LIMIT) -> None:
         if not l2 > 0:
             raise ValueError(f"l2={l2}: must be greater than 0, or the Hessian may have no inverse")
         self.rows, self.weights, self.l2 = rows, weights, l2
@@ -118,7 +116,7 @@ class Curvature:
         return solve_triangular(self.factor, np.eye(len(self.factor)), lower=True)
 
     def solve(self, g: np.ndarray, *, tolerance: float = 1e-8, max_iterations: int = 1_000) -> Solution:
-        """H^-1 g_k for g (K, columns, d); residuals are reported, and conjugate gradient stops at `tolerance`."""
+        """H^-1 g_k for g (K, columns, d); conjugate gradient stops at the relative residual `tolerance`."""
         if self.exact:
             flat = g.reshape(len(g), -1)
             v = cho_solve((self.factor, True), flat.T).T
@@ -154,7 +152,7 @@ class Leverage:
     kronecker: KroneckerFactors | None = None
 
     def correct(self, x: np.ndarray, p: np.ndarray, r: np.ndarray) -> np.ndarray:
-        """Corrected residuals (b, columns) float64 of rows x (b, d), probabilities p and residuals r alike."""
+        """Corrected residuals (b, columns) float64; x (b, d) rows, p and r (b, columns) as of the head."""
         x = np.asarray(x, dtype=np.float64)
         if self.whitening is not None:
             quadratic = np.square(x @ self.whitening.T).sum(axis=1, keepdims=True)
@@ -223,10 +221,8 @@ def _block_products(weights: np.ndarray, u: np.ndarray, x: np.ndarray, y: np.nda
 
 def _block_factors(weights: np.ndarray, x: np.ndarray, y: np.ndarray) -> Sums:
     p = class_probabilities(x @ weights.T)
-    if p.shape[1] == 1:
-        a = (p * (1 - p)).sum(keepdims=True)
-    else:
-        a = np.diag(p.sum(axis=0)) - p.T @ p
+    binary = p.shape[1] == 1
+    a = (p * (1 - p)).sum(keepdims=True) if binary else np.diag(p.sum(axis=0)) - p.T @ p
     return a, x.T @ x
 
 
