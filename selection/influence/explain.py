@@ -46,7 +46,13 @@ class Explanation:
     @property
     def text(self) -> str:
         """The tree as indented rules."""
-        return export_text(self.tree, feature_names=list(self.features), decimals=3)
+        return export_text(self.tree, feature_names=list(self.features), decimals=self._decimals)
+
+    @property
+    def _decimals(self) -> int:
+        """Decimals that show three digits of the largest leaf: influences are often below .001."""
+        largest = float(np.abs(self.tree.tree_.value).max())
+        return max(3, 2 - int(np.floor(np.log10(largest)))) if largest > 0 else 3
 
     def draw(self, path: str | Path) -> None:
         """Write the picture as PNG, the same bytes for the same tree."""
@@ -56,7 +62,7 @@ class Explanation:
         axes = figure.subplots()
         # Impurity is off: squared error of influences has no unit a reader could use.
         plot_tree(
-            self.tree, feature_names=list(self.features), filled=True, impurity=False, precision=3, ax=axes
+            self.tree, feature_names=list(self.features), filled=True, impurity=False, precision=self._decimals, ax=axes
         )
         axes.set_title(f"delta_if_removed_{self.name}: negative = harmful\n{self.verdict}")
         figure.savefig(path, format="png", dpi=110, metadata={"Software": None})

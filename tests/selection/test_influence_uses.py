@@ -1,0 +1,105 @@
+"""What is built on the scores: explanation, label errors, active learning, online selection."""
+
+import numpy as np
+import pytest
+
+from selection.influence import (
+    Curvature,
+    HeldOut,
+    Rows,
+    SelectionConfig,
+    fit_head,
+    influence,
+    objective,
+    score_rows,
+)
+from selection.influence.active import expected_influence
+from selection.influence.explain import explain
+from selection.influence.labels import label_errors
+from selection.influence.online import select_online
+
+
+def sample(n, seed, classes=3, d=6, flipped=0.0):
+    rng = np.random.default_rng(seed)
+    centres = np.random.default_rng(5).normal(size=(classes, d)) * 2
+    clean = rng.integers(0, classes, n)
+    x = centres[clean] + rng.normal(size=(n, d))
+    wrong = rng.random(n) < flipped
+    return x, np.where(wrong, (clean + 1) % classes, clean), wrong
+
+
+def test_tree_finds_a_planted_rule_and_names_it(tmp_path):
+    rng = np.random.default_rng(0)
+    features = rng.normal(size=(2000, 3))
+    delta = np.where((features[:, 1] > 0.3) & (features[:, 2] < 0), -2e-4, 1e-4) + 1e-5 * rng.normal(
+        size=2000
+    )
+    tree = explain("utility", features, delta, ["age", "hours", "gain"])
+    assert tree.r2 > 0.9
+    assert "explains 9" in tree.verdict
+    assert "hours <= 0.3" in tree.text
+    assert "gain" in tree.text
+    assert "-0.0002" in tree.text
+    tree.draw(tmp_path / "a")
+    tree.draw(tmp_path / "b")
+    assert (tmp_path / "a").read_bytes()[:4] == b"\x89PNG"
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_tree_says_when_it_explains_nothing():
+    rng = np.random.default_rng(0)
+    tree = explain("utility", rng.normal(size=(400, 3)), rng.normal(size=400), ["a", "b", "c"])
+    assert tree.r2 < 0.1
+    assert "explains nothing" in tree.verdict
+    with pytest.raises(ValueError, match="at least 20"):
+        explain("utility", np.zeros((10, 1)), np.zeros(10), ["a"])
+    with pytest.raises(ValueError, match=r"expected \(400, 2\)"):
+        explain("utility", np.zeros((400, 3)), np.zeros(400), ["a", "b"])
+
+
+def test_label_errors_are_found_with_their_right_label():
+    x, y, wrong = sample(900, 0, flipped=0.1)
+    rows = Rows.from_arrays(x, y)
+    head = fit_head(rows, l2=1, classes=3)
+    term = objective("utility", HeldOut(*sample(300, 1)[:2]), head)
+    found = label_errors(rows, head, influence(rows, head, [term]).column("utility"))
+    first = found.row[: wrong.sum()]
+    assert wrong[first].mean() > 0.9
+    assert (found.given == y[found.row]).all()
+    right = (y - 1) % 3
+    hits = wrong[first]
+    assert (found.suggested[: len(first)][hits] == right[first][hits]).mean() > 0.9
+    assert (found.delta_if_removed < 0).all()
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_expected_influence_is_the_mean_size_over_the_heads_own_labels(classes):
+    x, y, _ = sample(200, 0, classes=classes)
+    rows = Rows.from_arrays(x, y)
+    head = fit_head(rows, l2=1, classes=classes)
+    term = objective("utility", HeldOut(*sample(100, 1, classes=classes)[:2]), head)
+    new = sample(40, 2, classes=classes)[0]
+    expected = np.zeros(40)
+    p = head.probabilities(new)
+    for label in range(classes):
+        # Adding is the opposite of removing; the change is scored by the same head.
+        labelled = Rows.from_arrays(new, np.full(40, label))
+        v = Curvature(rows, head.weights, 1).solve(term.gradient(head)[None]).v
+        expected += p[:, label] * np.abs(score_rows(labelled, head, v)[:, 0])
+    assert np.allclose(expected_influence(rows, head, term, new), expected)
+
+
+def test_online_trims_poisoned_batches_and_leaves_clean_ones():
+    batches, wrongs = [], []
+    for seed in range(4):
+        x, y, wrong = sample(200, seed, flipped=0.3 if seed == 2 else 0.0)
+        batches.append((x, y))
+        wrongs.append(wrong)
+    held, guard = HeldOut(*sample(300, 10)[:2]), HeldOut(*sample(300, 11)[:2])
+    steps = list(select_online(batches, held, SelectionConfig(budget=0.2), l2=1, classes=3, guard=guard))
+    assert [len(step.kept) for step in steps] == [200] * 4
+    poisoned = ~steps[2].kept
+    assert poisoned.sum() == 40
+    assert wrongs[2][poisoned].mean() > 0.9
+    kept = sum(int(step.kept.sum()) for step in steps)
+    assert len(steps[3].selection.kept) == kept + int((~steps[3].kept).sum())
