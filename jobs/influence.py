@@ -100,10 +100,11 @@ def run(config: InfluenceConfig) -> None:
         raise Refused(f"label_next={config.label_next}: the file holds no unlabelled rows (x_unlabelled)")
     sets = held_out_sets(file, config)
     with lock(out):
-        if config.batch_rows:
-            result = run_online(file, sets, config, l2, out)
-        else:
-            result = run_whole(file, sets, config, l2, out)
+        try:
+            scenario = run_online if config.batch_rows else run_whole
+            result = scenario(file, sets, config, l2, out)
+        except ValueError as error:  # the library's word for input that it cannot use
+            raise Refused(str(error)) from error
         write_json(join(out, "result.json"), result)
     print(result["verdict"])
 

@@ -62,7 +62,12 @@ class Explanation:
         axes = figure.subplots()
         # Impurity is off: squared error of influences has no unit a reader could use.
         plot_tree(
-            self.tree, feature_names=list(self.features), filled=True, impurity=False, precision=self._decimals, ax=axes
+            self.tree,
+            feature_names=list(self.features),
+            filled=True,
+            impurity=False,
+            precision=self._decimals,
+            ax=axes,
         )
         axes.set_title(f"delta_if_removed_{self.name}: negative = harmful\n{self.verdict}")
         figure.savefig(path, format="png", dpi=110, metadata={"Software": None})
