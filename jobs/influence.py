@@ -1,8 +1,8 @@
 """python -m jobs.influence features=FILE objective=NAME out=DIR: which rows help, which harm, by how much.
 
 Writes into `out`: influence.parquet (row, delta_if_removed_<objective>, removed), result.json, a picture of
-the explaining tree for each objective, label_errors.parquet when `utility` is among the objectives, and
-label_next.parquet in the active-learning scenario.
+the explaining tree for each objective, label_errors.parquet (up to 100 classes), and label_next.parquet in
+the active-learning scenario.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from selection.influence.files import FeatureFile, read_features
 from selection.influence.labels import label_errors
 from selection.influence.online import select_online
 from selection.influence.report import online_report, score_table, selection_report
+from selection.influence.score import LEVERAGE_CLASSES
 
 
 @dataclass(kw_only=True)
@@ -146,8 +147,8 @@ def run_whole(
     result = selection_report(selection)
     if config.explain_depth:
         result["explanations"] = draw_explanations(file, scores, config, out)
-    if "utility" in scores.names:
-        candidates = pl.DataFrame(asdict(label_errors(rows, selection.base, scores.column("utility"))))
+    if classes_of(file) <= LEVERAGE_CLASSES:
+        candidates = pl.DataFrame(asdict(label_errors(rows, selection.base)))
         write_table(out, "label_errors.parquet", candidates)
         result["label_error_candidates"] = len(candidates)
     if config.label_next and file.unlabelled is not None:

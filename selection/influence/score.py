@@ -71,10 +71,8 @@ def influence(
     Raises:
         ValueError: `leverage` with more than 100 classes.
     """
-    if leverage and head.weights.shape[0] > LEVERAGE_CLASSES:
-        raise ValueError(
-            f"leverage=true with {head.classes} classes: at most {LEVERAGE_CLASSES}; set leverage=false"
-        )
+    if leverage:
+        check_leverage(head)
     curvature = curvature or Curvature(rows, head.weights, head.l2)
     solution = curvature.solve(np.stack([objective.gradient(head) for objective in objectives]))
     return Influence(
@@ -84,6 +82,14 @@ def influence(
         base=np.array([objective.value(head) for objective in objectives]),
         solution=solution,
     )
+
+
+def check_leverage(head: Head) -> None:
+    """Raise ValueError when the head has too many classes for a C x C solve a row."""
+    if head.weights.shape[0] > LEVERAGE_CLASSES:
+        raise ValueError(
+            f"leverage=true: {head.classes} classes, at most {LEVERAGE_CLASSES}; set leverage=false"
+        )
 
 
 def score_rows(rows: Rows, head: Head, v: np.ndarray, leverage: Leverage | None = None) -> np.ndarray:

@@ -156,12 +156,22 @@ class Leverage:
 
     def correct(self, x: np.ndarray, p: np.ndarray, r: np.ndarray) -> np.ndarray:
         """Corrected residuals (b, columns) float64; x (b, d) rows, p and r (b, columns) as of the head."""
+        return self._corrected(self._blocks(x), p, r)
+
+    def leave_one_out(self, x: np.ndarray, z: np.ndarray, r: np.ndarray) -> np.ndarray:
+        """(b, columns) logits of each row under the head fitted without it; z and r (b, columns)."""
+        s = self._blocks(x)
+        return z + (s @ self._corrected(s, class_probabilities(z), r)[..., None])[..., 0]
+
+    def _blocks(self, x: np.ndarray) -> np.ndarray:
+        """(b, columns, columns) float64 S_i."""
         x = np.asarray(x, dtype=np.float64)
         if self.whitening is not None:
-            quadratic = np.square(x @ self.whitening.T).sum(axis=1, keepdims=True)
-            return r / (1 - (p * (1 - p) * quadratic).clip(0, MAX_LEVERAGE))
+            return np.square(x @ self.whitening.T).sum(axis=1)[:, None, None]
         assert self.kronecker is not None
-        s = self.kronecker.row_blocks(x)
+        return self.kronecker.row_blocks(x)
+
+    def _corrected(self, s: np.ndarray, p: np.ndarray, r: np.ndarray) -> np.ndarray:
         if r.shape[1] == 1:
             return r / (1 - (p * (1 - p) * s[:, 0]).clip(0, MAX_LEVERAGE))
         rs = curvature_times(p, s.swapaxes(1, 2)).swapaxes(1, 2)

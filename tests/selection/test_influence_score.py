@@ -114,7 +114,7 @@ def test_leverage_of_too_many_classes_is_refused():
     rows = Rows.from_arrays(x, y)
     head = fit_head(rows, l2=5, classes=120)
     term = objective("utility", HeldOut(x, y), head)
-    with pytest.raises(ValueError, match="leverage=true with 120 classes"):
+    with pytest.raises(ValueError, match="leverage=true: 120 classes"):
         influence(rows, head, [term])
 
 

@@ -56,6 +56,9 @@ def test_conjugate_gradient_agrees_with_cholesky_and_reports_its_residual(classe
     assert exact.residual.max() < 1e-12
     assert iterated.residual.max() < 1e-9
     assert 0 < iterated.iterations < 60
+    if classes == 2:  # the preconditioner is the Hessian itself
+        assert iterated.iterations == 1
+        return
     short = Curvature(rows, head.weights, 0.05, exact_limit=0).solve(g, max_iterations=1)
     assert short.residual[0] > 1e-8
 

@@ -9,7 +9,6 @@ from selection.influence import (
     Rows,
     SelectionConfig,
     fit_head,
-    influence,
     objective,
     score_rows,
 )
@@ -60,16 +59,28 @@ def test_tree_says_when_it_explains_nothing():
 def test_label_errors_are_found_with_their_right_label():
     x, y, wrong = sample(900, 0, flipped=0.1)
     rows = Rows.from_arrays(x, y)
-    head = fit_head(rows, l2=1, classes=3)
-    term = objective("utility", HeldOut(*sample(300, 1)[:2]), head)
-    found = label_errors(rows, head, influence(rows, head, [term]).column("utility"))
+    found = label_errors(rows, fit_head(rows, l2=1, classes=3))
     first = found.row[: wrong.sum()]
     assert wrong[first].mean() > 0.9
     assert (found.given == y[found.row]).all()
     right = (y - 1) % 3
     hits = wrong[first]
     assert (found.suggested[: len(first)][hits] == right[first][hits]).mean() > 0.9
-    assert (found.delta_if_removed < 0).all()
+    assert (np.diff(found.confidence) >= 0).all()
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_label_confidence_is_the_leave_one_out_probability(classes):
+    x, y, _ = sample(90, 0, classes=classes, flipped=0.2)
+    rows = Rows.from_arrays(x, y)
+    head = fit_head(rows, l2=1, classes=classes)
+    found = label_errors(rows, head)
+    assert len(found.row) > 5
+    for row, confidence in zip(found.row, found.confidence):
+        refit = fit_head(rows.where(np.arange(90) != row), l2=1, classes=classes, start=head)
+        exact = refit.probabilities(x[row : row + 1])[0, y[row]]
+        fitted = head.probabilities(x[row : row + 1])[0, y[row]]
+        assert abs(confidence - exact) < 0.5 * abs(fitted - exact) + 1e-4
 
 
 @pytest.mark.parametrize("classes", [2, 3])
