@@ -20,8 +20,8 @@ from omegaconf.errors import MissingMandatoryValue
 
 from pipeline.errors import Refused
 from pipeline.storage import absolute, commit, join, lock, write_json
-from selection.influence import HeldOut, Influence, Rows, SelectionConfig, fit_head, objective, select
-from selection.influence.active import expected_influence
+from selection.influence import HeldOut, Influence, Rows, SelectionConfig, combine, fit_head, select
+from selection.influence.active import predicted_influence
 from selection.influence.explain import explain
 from selection.influence.files import FeatureFile, read_features
 from selection.influence.labels import label_errors
@@ -152,10 +152,11 @@ def run_whole(
         write_table(out, "label_errors.parquet", candidates)
         result["label_error_candidates"] = len(candidates)
     if config.label_next and file.unlabelled is not None:
-        term = objective(scores.names[0], sets["influence"], selection.base, positive=config.positive)
-        value = expected_influence(rows.where(selection.kept), selection.after, term, file.unlabelled)
+        value = predicted_influence(
+            file.train.x, combine(scores, config.weights), file.unlabelled, config.seed
+        )
         order = np.argsort(-value, kind="stable")[: config.label_next]
-        proposed = pl.DataFrame({"row": order, "expected_influence": value[order]})
+        proposed = pl.DataFrame({"row": order, "predicted_influence": value[order]})
         write_table(out, "label_next.parquet", proposed)
         result["label_next"] = len(proposed)
     return result

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import numpy as np
+from sklearn.tree import DecisionTreeRegressor
 
-from selection.influence.head import Head
-from selection.influence.logistic import class_probabilities
-from selection.influence.objectives import Objective
-from selection.influence.rows import Rows
-from selection.influence.solve import Curvature
+DEPTH, LEAF = 5, 10
 
 
-def expected_influence(rows: Rows, head: Head, objective: Objective, x: np.ndarray) -> np.ndarray:
-    """(b,) expected size of the change of the objective if row i is labelled and added; label the largest.
+def predicted_influence(
+    x: np.ndarray, delta: np.ndarray, unlabelled: np.ndarray, seed: int = 0
+) -> np.ndarray:
+    """(u,) influence that unlabelled rows are predicted to have; label the largest (most helpful) first.
 
-    Adding row i with label c changes the objective by about u_c - p . u, u = V x. Under the head's own
-    probabilities the mean of that is zero, so what a label is worth is its spread: sum_c p_c |u_c - p . u|,
-    with two classes 2 p (1 - p) |u|. It is large where the head is unsure *and* the objective depends on the
-    answer; margin sampling knows only the first.
+    A regression tree from the features of the labelled rows to their influence, asked about the others
+    (Chhabra et al., section 5). It lowers the objective it was given, which need not be the error rate: on
+    the Adult data it lowered the log-loss below random choice while accuracy stayed below.
 
     Args:
-        rows: the labelled rows that `head` was fitted to.
-        x: (b, d) unlabelled rows.
-    Returns: in the objective's unit, never negative.
+        x: (n, d) features of the labelled rows. delta: (n,) their delta_if_removed, positive = helpful.
+        unlabelled: (u, d).
+    Raises:
+        ValueError: fewer than 20 labelled rows.
     """
-    v = Curvature(rows, head.weights, head.l2).solve(objective.gradient(head)[None]).v[0]
-    p = class_probabilities(head.logits(x))
-    u = np.asarray(x, dtype=np.float64) @ v.T
-    if p.shape[1] == 1:
-        return (2 * p * (1 - p) * np.abs(u))[:, 0]
-    return (p * np.abs(u - (p * u).sum(axis=1, keepdims=True))).sum(axis=1)
+    if len(delta) < 2 * LEAF:
+        raise ValueError(f"{len(delta)} labelled rows: the tree needs at least {2 * LEAF}")
+    tree = DecisionTreeRegressor(max_depth=DEPTH, min_samples_leaf=LEAF, random_state=seed)
+    return tree.fit(x, delta).predict(unlabelled)

@@ -4,15 +4,12 @@ import numpy as np
 import pytest
 
 from selection.influence import (
-    Curvature,
     HeldOut,
     Rows,
     SelectionConfig,
     fit_head,
-    objective,
-    score_rows,
 )
-from selection.influence.active import expected_influence
+from selection.influence.active import predicted_influence
 from selection.influence.explain import explain
 from selection.influence.labels import label_errors
 from selection.influence.online import select_online
@@ -83,21 +80,16 @@ def test_label_confidence_is_the_leave_one_out_probability(classes):
         assert abs(confidence - exact) < 0.5 * abs(fitted - exact) + 1e-4
 
 
-@pytest.mark.parametrize("classes", [2, 3])
-def test_expected_influence_is_the_mean_size_over_the_heads_own_labels(classes):
-    x, y, _ = sample(200, 0, classes=classes)
-    rows = Rows.from_arrays(x, y)
-    head = fit_head(rows, l2=1, classes=classes)
-    term = objective("utility", HeldOut(*sample(100, 1, classes=classes)[:2]), head)
-    new = sample(40, 2, classes=classes)[0]
-    expected = np.zeros(40)
-    p = head.probabilities(new)
-    for label in range(classes):
-        # Adding is the opposite of removing; the change is scored by the same head.
-        labelled = Rows.from_arrays(new, np.full(40, label))
-        v = Curvature(rows, head.weights, 1).solve(term.gradient(head)[None]).v
-        expected += p[:, label] * np.abs(score_rows(labelled, head, v)[:, 0])
-    assert np.allclose(expected_influence(rows, head, term, new), expected)
+def test_unlabelled_rows_like_the_helpful_ones_are_proposed_first():
+    rng = np.random.default_rng(0)
+    x, new = rng.normal(size=(400, 3)), rng.normal(size=(200, 3))
+    delta = np.where(x[:, 1] > 0.5, 1e-3, -1e-4) + 1e-5 * rng.normal(size=400)
+    value = predicted_influence(x, delta, new)
+    first = np.argsort(-value, kind="stable")[:40]
+    assert (new[first, 1] > 0.45).all()
+    assert value[first].min() > 9e-4
+    with pytest.raises(ValueError, match="at least 20"):
+        predicted_influence(x[:5], delta[:5], new)
 
 
 def test_online_trims_poisoned_batches_and_leaves_clean_ones():
