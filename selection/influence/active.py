@@ -14,7 +14,7 @@ def predicted_influence(
     """(u,) influence that unlabelled rows are predicted to have; label the largest (most helpful) first.
 
     A regression tree from the features of the labelled rows to their influence, asked about the others
-    (Chhabra et al., section 5). It lowers the objective it was given, which need not be the error rate: on
+    (Chhabra et al., ICLR 2024). It lowers the objective it was given, which need not be the error rate: on
     the Adult data it lowered the log-loss below random choice while accuracy stayed below.
 
     Args:

@@ -2,7 +2,7 @@
 
 Every objective is a quantity to be *lowered*: a loss or a gap. So `delta_if_removed` < 0 means that removing
 the row lowers it, and the row is harmful. Sources: Chhabra et al., "What Data Benefits My Classifier?"
-(ICLR 2024), section 3; the gaps are those of fairlearn's `demographic_parity_difference`,
+(ICLR 2024); the gaps are those of fairlearn's `demographic_parity_difference`,
 `equal_opportunity_difference` and `equalized_odds_difference` (largest less smallest group), softened so that
 they have a gradient.
 """

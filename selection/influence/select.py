@@ -123,7 +123,7 @@ class Selection:
             rows, reason = last.refused[-1]
             why = f"removing {rows} more was refused, as {reason}"
         if count == 0:
-            return f"remove nothing: {why}" if why else "remove nothing: no row of the pool is harmful"
+            return f"remove nothing: {why or 'the budget comes to no row'}"
         return f"removed {count} of {n} rows" + (f" ({why})" if why else "")
 
 
@@ -143,7 +143,7 @@ def select(
     """Remove the rows that harm the objectives on `held`.
 
     Args:
-        rows: training rows; `rows.keep` must be all true.
+        rows: training rows, none masked.
         held: the influence set, which gradients are taken on.
         l2: the head's penalty beside summed losses.
         guard: the guard set; required with `config.guard`, and never used to choose rows.
@@ -153,10 +153,13 @@ def select(
         removable: (n,) bool, rows that may be removed; a budget that is a share is a share of these.
         start: a head near the base's, to fit from.
     Raises:
-        ValueError: the guard is on without a guard set, a floor without groups, or a budget of every row.
+        ValueError: masked rows, the guard on without a guard set, a floor without groups, a budget of every
+            row, or what `fit_head` and `objective` refuse.
     """
     if config.guard and guard is None:
         raise ValueError("guard=true: needs a guard set, separate from the influence set")
+    if not rows.keep.all():
+        raise ValueError(f"rows: {rows.n - rows.kept} are masked; pass `removable` to protect rows instead")
     if config.group_floor and groups is None:
         raise ValueError(f"group_floor={config.group_floor}: needs the groups of the training rows")
     labels = rows.labels()
@@ -230,8 +233,8 @@ class _Run:
             scores = self.first if number == 1 else self._influence()
             chosen, limit = self._candidates(scores, asked)
             self.rounds.append(self._remove(scores, chosen, asked, limit))
-            if self.rounds[-1].removed == 0:
-                break
+            if asked and self.rounds[-1].removed == 0:
+                break  # the next round would see the same rows and refuse them again
 
     def _influence(self) -> Influence:
         return influence(self.all_rows.where(self.keep), self.head, self.terms, leverage=self.leverage)

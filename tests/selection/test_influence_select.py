@@ -114,6 +114,15 @@ def held_like(d):
     return HeldOut(np.eye(d)[[0, 1]], np.array([0, 1]))
 
 
+def test_a_budget_smaller_than_the_rounds_is_spent_and_one_of_no_row_is_said(task):
+    rows, held, *_ = task
+    result = select(rows, held, SelectionConfig(budget=3, rounds=5, guard=False), l2=1)
+    assert [r.asked for r in result.rounds] == [0, 1, 0, 1, 1]
+    assert result.removed.sum() == 3
+    result = select(rows, held, SelectionConfig(budget=1e-4, guard=False), l2=1)
+    assert result.verdict == "remove nothing: the budget comes to no row"
+
+
 def test_floors_hold(task):
     rows, held, _, _, s, _ = task
     labels = rows.labels()
@@ -184,6 +193,8 @@ def test_what_the_settings_need_must_be_there(task):
     rows, held, *_ = task
     with pytest.raises(ValueError, match="needs a guard set"):
         select(rows, held, SelectionConfig(), l2=1)
+    with pytest.raises(ValueError, match="1 are masked"):
+        select(rows.where(np.arange(1500) > 0), held, SelectionConfig(guard=False), l2=1)
     with pytest.raises(ValueError, match="needs the groups"):
         select(rows, held, SelectionConfig(guard=False, group_floor=0.1), l2=1)
     with pytest.raises(ValueError, match="budget=1500"):
