@@ -7,17 +7,14 @@ the active-learning scenario.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import hydra
 import numpy as np
 import polars as pl
-from hydra.core.config_store import ConfigStore
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue
+from omegaconf import MISSING, DictConfig
 
+from jobs.launch import build, launch, register
 from pipeline.errors import Refused
 from pipeline.storage import absolute, commit, join, lock, write_json
 from selection.influence import HeldOut, Influence, Rows, SelectionConfig, combine, fit_head, select
@@ -46,8 +43,8 @@ class InfluenceConfig:
         seed: draws the guard set and the rows of the explaining tree.
     """
 
-    features: str
-    out: str
+    features: str = MISSING
+    out: str = MISSING
     objective: Any = "utility"
     weights: list[float] = field(default_factory=list)
     budget: float = 0.05
@@ -213,19 +210,11 @@ def write_table(out: str, name: str, table: pl.DataFrame) -> None:
         table.write_parquet(temporary)
 
 
-ConfigStore.instance().store(name="influence_schema", node=InfluenceConfig)
+def start(node: DictConfig) -> None:
+    run(build(node, "", InfluenceConfig))
 
 
-@hydra.main(version_base="1.3", config_path="../conf", config_name="influence")
-def main(raw: DictConfig) -> None:
-    try:
-        config = OmegaConf.to_object(raw)
-        assert isinstance(config, InfluenceConfig)
-        run(config)
-    except (Refused, ValueError, MissingMandatoryValue) as error:
-        print(f"refused: {error}", file=sys.stderr)
-        sys.exit(2)
-
+register("influence", InfluenceConfig)
 
 if __name__ == "__main__":
-    main()
+    launch("influence", start)
