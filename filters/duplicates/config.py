@@ -1,0 +1,131 @@
+"""Settings of near-duplicate search, and what they cost in memory and disk before it starts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+METHODS = ("agree", "embedding", "phash")
+RULES = ("greedy", "semdedup", "components")
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class NearConfig:
+    """How near duplicates are found and which of them stay.
+
+    ``method``: ``agree`` (embedding and perceptual hash must both call a pair near), ``embedding`` or
+    ``phash`` alone. ``similarity``: cosine from which embeddings are near. ``phash_distance``: most differing
+    bits of near hashes. ``recall``: share of near pairs to find. ``clusters``: None sizes them from the pool.
+    ``sample_rows``: rows compared with the whole pool to set and to measure recall. ``task_memory``: bytes one
+    task may use. ``threads``: threads of one task; results are repeatable for a given value.
+    """
+
+    method: str = "agree"
+    similarity: float = 0.95
+    phash_distance: int = 8
+    rule: str = "greedy"
+    recall: float = 0.99
+    clusters: int | None = None
+    sample_rows: int = 2000
+    task_memory: int = 1 << 30
+    threads: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ValueError(f"method={self.method}: one of {', '.join(METHODS)}")
+        if self.rule not in RULES:
+            raise ValueError(f"rule={self.rule}: one of {', '.join(RULES)}")
+        if not 0 < self.similarity <= 1:
+            raise ValueError(f"similarity={self.similarity}: a cosine in (0, 1]")
+        if not 0 <= self.phash_distance <= 16:
+            raise ValueError(f"phash_distance={self.phash_distance}: 0 to 16 of 64 bits; unrelated images differ in 32")
+        if not 0 < self.recall < 1:
+            raise ValueError(f"recall={self.recall}: in (0, 1); 1 would compare every pair")
+        if self.clusters is not None and self.clusters < 1:
+            raise ValueError(f"clusters={self.clusters}: at least 1, or null to size them from the pool")
+        if self.sample_rows < 100:
+            raise ValueError(f"sample_rows={self.sample_rows}: at least 100; fewer say nothing about recall")
+        if self.task_memory < 256 * MIB:
+            raise ValueError(f"task_memory={self.task_memory}: at least {256 * MIB} bytes (256 MiB)")
+        if self.threads < 1:
+            raise ValueError(f"threads={self.threads}: at least 1")
+
+    def cluster_count(self, rows: int) -> int:
+        """Clusters for a pool of that many rows: sqrt(n) / 3, where assigning and comparing cost alike.
+
+        Never so many that k-means has fewer than 39 rows a centroid (FAISS's own floor), never none.
+        """
+        wanted = self.clusters or round(math.sqrt(rows) / 3)
+        return max(1, min(wanted, rows // 39))
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What a run needs: bytes a task by step, passes over the largest cluster, bytes on disk."""
+
+    train: int
+    spill: int
+    compare: int
+    disk: int
+    tile_rows: int
+    passes: int
+
+    @property
+    def task_bytes(self) -> int:
+        """Most bytes any one task holds at a time."""
+        return max(self.train, self.spill, self.compare)
+
+
+# One block of the comparison: rows x columns of float32 similarities.
+BLOCK_ROWS, BLOCK_COLUMNS = 1024, 4096
+# Pairs verified together; their vectors are gathered in slices of this many.
+VERIFY_PAIRS, VERIFY_SLICE = 262_144, 16_384
+# Rows of a block read at a time when they are assigned.
+READ_ROWS = 8192
+
+
+def payload_bytes(config: NearConfig, width: int, sketch: int) -> int:
+    """Bytes a placed row takes on disk: its number, and its sketch (float16) or its hash."""
+    return 8 + (2 * min(sketch, width) if config.method == "embedding" else 8)
+
+
+def memory_plan(
+    config: NearConfig, rows: int, width: int, *, sketch: int = 64, placements: float = 6.0, largest: int | None = None
+) -> MemoryPlan:
+    """What a pool of ``rows`` x ``width`` needs; ``largest`` is the largest cluster's rows when known.
+
+    ``sketch`` and ``placements`` (clusters a row goes to) are known after training; before it the defaults are
+    those of vectors without any cluster structure, the hardest case.
+    """
+    clusters = config.cluster_count(rows)
+    lane = payload_bytes(config, width, sketch)
+    columns = (64 if config.method != "embedding" else min(sketch, width)) + 2
+    read = READ_ROWS * (3 * width + 3 * clusters + columns) * 4
+    verify = VERIFY_SLICE * width * 4 * 3 + VERIFY_PAIRS * 80 + (BLOCK_ROWS + BLOCK_COLUMNS) * width * 8
+    block = BLOCK_ROWS * BLOCK_COLUMNS * (4 + 1 + 16)
+    fixed = verify + block
+    tile_rows = max(BLOCK_COLUMNS, (config.task_memory - fixed) // (2 * 8 * columns))
+    largest = largest if largest is not None else math.ceil(4 * placements * rows / clusters)
+    batch = batch_rows(config, width, clusters, lane, placements)
+    return MemoryPlan(
+        train=training_rows(config, clusters, width) * width * 8 + clusters * width * 8,
+        spill=read + math.ceil(min(batch, rows) * (1 + placements) * lane * 3),
+        compare=fixed + 2 * min(tile_rows, largest) * 8 * columns,
+        disk=math.ceil(rows * placements * lane),
+        tile_rows=tile_rows,
+        passes=math.ceil(largest / tile_rows),
+    )
+
+
+def batch_rows(config: NearConfig, width: int, clusters: int, lane: int, placements: float) -> int:
+    """Rows whose placements one spill task gathers: what fits beside its reading buffers."""
+    read = READ_ROWS * (3 * width + 3 * clusters) * 4
+    room = max(config.task_memory - read, config.task_memory // 4)
+    return max(READ_ROWS, int(room / ((1 + placements) * lane * 3)))
+
+
+def training_rows(config: NearConfig, clusters: int, width: int) -> int:
+    """Rows k-means sees: 256 a centroid (where FAISS stops by itself), fewer when the memory asks for it."""
+    return max(39 * clusters, min(256 * clusters, config.task_memory // (width * 8)))
