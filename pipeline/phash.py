@@ -31,7 +31,9 @@ def gray_thumbnail(image: torch.Tensor | Image.Image) -> np.ndarray:
     if isinstance(image, Image.Image):
         image = transforms.pil_to_tensor(image if image.mode in ("L", "RGB") else image.convert("RGB"))
     if image.ndim != 3 or image.shape[0] not in (1, 3) or image.dtype != torch.uint8:
-        raise ValueError(f"image is {image.dtype} of shape {tuple(image.shape)}; expected (1 or 3, H, W) uint8")
+        raise ValueError(
+            f"image is {image.dtype} of shape {tuple(image.shape)}; expected (1 or 3, H, W) uint8"
+        )
     small = transforms.resize_image(image, [SIDE, SIDE], InterpolationMode.BILINEAR, antialias=True).numpy()
     return small[0].astype(np.float32) if len(small) == 1 else np.tensordot(_LUMA, small, axes=1)
 

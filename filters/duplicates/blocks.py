@@ -67,7 +67,9 @@ def open_embeddings(path: str) -> np.ndarray:
     """Memory-map an (n, d) embedding file. Raises ValueError naming the file when it holds anything else."""
     array = np.load(path, mmap_mode="r")
     if array.ndim != 2 or array.dtype not in (np.float16, np.float32):
-        raise ValueError(f"{path}: {array.dtype} of shape {array.shape}; embeddings are (n, d) float16 or float32")
+        raise ValueError(
+            f"{path}: {array.dtype} of shape {array.shape}; embeddings are (n, d) float16 or float32"
+        )
     return array
 
 
@@ -77,13 +79,13 @@ def unit_rows(vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     A row that is not finite or has no direction is not usable and comes back as zeros. Every row is reduced
     on its own, so the result does not depend on which rows are read together.
     """
-    rows = np.asarray(vectors, dtype=np.float32)
-    norm = np.sqrt(np.einsum("ij,ij->i", rows, rows, dtype=np.float32))
+    rows = np.array(vectors, dtype=np.float32)
+    norm = np.sqrt(np.einsum("ij,ij->i", rows, rows))
     usable = np.isfinite(norm) & (norm > 0)
-    if usable.all():
-        return rows / norm[:, None], usable
-    scale = np.where(usable, norm, 1.0)
-    return np.where(usable[:, None], rows, 0.0) / scale[:, None].astype(np.float32), usable
+    if not usable.all():
+        rows[~usable], norm[~usable] = 0.0, 1.0
+    rows /= norm[:, None]
+    return rows, usable
 
 
 def row_ids(ordinal: int, rows: np.ndarray) -> np.ndarray:

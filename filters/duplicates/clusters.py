@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from filters.duplicates.blocks import BlockSource, open_embeddings, row_ids, unit_rows
-from filters.duplicates.config import READ_ROWS, NearConfig, training_rows
+from filters.duplicates.config import READ_ROWS, NearConfig
 from filters.duplicates.near import HashTest, SketchTest
 from filters.duplicates.tasks import Commit
 
@@ -190,7 +190,9 @@ class SurveyShard:
         block = self.source.load(shard)
         embeddings = open_embeddings(block.embeddings)
         if len(embeddings) != len(block.alive):
-            raise ValueError(f"{block.embeddings}: {len(embeddings)} rows where {shard} has {len(block.alive)}")
+            raise ValueError(
+                f"{block.embeddings}: {len(embeddings)} rows where {shard} has {len(block.alive)}"
+            )
         if self.method != "embedding" and block.phash is None:
             raise ValueError(f"{shard}: no perceptual hashes; scan them, or set dedup.method=embedding")
         return Survey(shard, block.embeddings, len(embeddings), int(block.alive.sum()), embeddings.shape[1])
@@ -319,13 +321,20 @@ class ClusterFiles:
 
     def __init__(self, directories: Sequence[str], section: str):
         self.parts = [
-            tuple(np.load(Path(d) / f"{section}_{name}.npy", mmap_mode="r") for name in ("id", "payload", "offset"))
+            tuple(
+                np.load(Path(d) / f"{section}_{name}.npy", mmap_mode="r")
+                for name in ("id", "payload", "offset")
+            )
             for d in directories
         ]
 
     def sizes(self) -> np.ndarray:
         """Rows of each cluster: (k,) int64; (0,) when there are no files."""
-        return np.sum([np.diff(offset) for _, _, offset in self.parts], axis=0) if self.parts else np.empty(0, int)
+        return (
+            np.sum([np.diff(offset) for _, _, offset in self.parts], axis=0)
+            if self.parts
+            else np.empty(0, int)
+        )
 
     def rows(self, cluster: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Rows start..stop of a cluster, over all files in order: ids (n,) int64, payload (n, ...)."""

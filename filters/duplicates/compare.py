@@ -127,7 +127,9 @@ class Compare:
     def _compare(self, unit: Unit, files: dict[str, ClusterFiles], writer: PairWriter) -> None:
         left_ids, left = files[unit.left].rows(unit.cluster, *unit.left_rows)
         same = unit.triangle
-        right_ids, right = (left_ids, left) if same else files[unit.right].rows(unit.cluster, *unit.right_rows)
+        right_ids, right = (
+            (left_ids, left) if same else files[unit.right].rows(unit.cluster, *unit.right_rows)
+        )
         hashed = left.dtype == np.uint64
         test = HashTest(self.distance) if hashed else self.book.test
         sides = test.sides(left)[0], test.sides(right)[1]
@@ -143,5 +145,9 @@ class Compare:
                     # Bands overlap: a pair counts in the first band it agrees in.
                     passing &= self.book.first_band(left[some] ^ right[other]) == band
                 some, other = some[passing], other[passing]
-                bits = hamming(left[some], right[other]) if hashed else np.full(len(some), NO_HASH, dtype=np.uint8)
+                bits = (
+                    hamming(left[some], right[other])
+                    if hashed
+                    else np.full(len(some), NO_HASH, dtype=np.uint8)
+                )
                 writer.add(left_ids[some], right_ids[other], bits)

@@ -40,7 +40,9 @@ class NearConfig:
         if not 0 < self.similarity <= 1:
             raise ValueError(f"similarity={self.similarity}: a cosine in (0, 1]")
         if not 0 <= self.phash_distance <= 16:
-            raise ValueError(f"phash_distance={self.phash_distance}: 0 to 16 of 64 bits; unrelated images differ in 32")
+            raise ValueError(
+                f"phash_distance={self.phash_distance}: 0 to 16 of 64 bits; unrelated images differ in 32"
+            )
         if not 0 < self.recall < 1:
             raise ValueError(f"recall={self.recall}: in (0, 1); 1 would compare every pair")
         if self.clusters is not None and self.clusters < 1:
@@ -92,7 +94,13 @@ def payload_bytes(config: NearConfig, width: int, sketch: int) -> int:
 
 
 def memory_plan(
-    config: NearConfig, rows: int, width: int, *, sketch: int = 64, placements: float = 6.0, largest: int | None = None
+    config: NearConfig,
+    rows: int,
+    width: int,
+    *,
+    sketch: int = 64,
+    placements: float = 6.0,
+    largest: int | None = None,
 ) -> MemoryPlan:
     """What a pool of ``rows`` x ``width`` needs; ``largest`` is the largest cluster's rows when known.
 
@@ -101,28 +109,39 @@ def memory_plan(
     """
     clusters = config.cluster_count(rows)
     lane = payload_bytes(config, width, sketch)
-    columns = (64 if config.method != "embedding" else min(sketch, width)) + 2
-    read = READ_ROWS * (3 * width + 3 * clusters + columns) * 4
-    verify = VERIFY_SLICE * width * 4 * 3 + VERIFY_PAIRS * 80 + (BLOCK_ROWS + BLOCK_COLUMNS) * width * 8
-    block = BLOCK_ROWS * BLOCK_COLUMNS * (4 + 1 + 16)
-    fixed = verify + block
-    tile_rows = max(BLOCK_COLUMNS, (config.task_memory - fixed) // (2 * 8 * columns))
+    columns = min(sketch, width) if config.method == "embedding" else 64
     largest = largest if largest is not None else math.ceil(4 * placements * rows / clusters)
     batch = batch_rows(config, width, clusters, lane, placements)
+    tile = tile_rows(config, width, columns)
     return MemoryPlan(
         train=training_rows(config, clusters, width) * width * 8 + clusters * width * 8,
-        spill=read + math.ceil(min(batch, rows) * (1 + placements) * lane * 3),
-        compare=fixed + 2 * min(tile_rows, largest) * 8 * columns,
+        spill=_reading(width, clusters) + math.ceil(min(batch, rows) * (1 + placements) * lane * 3),
+        compare=_comparing(width) + 2 * min(tile, largest) * 8 * (columns + 2),
         disk=math.ceil(rows * placements * lane),
-        tile_rows=tile_rows,
-        passes=math.ceil(largest / tile_rows),
+        tile_rows=tile,
+        passes=math.ceil(largest / tile),
     )
+
+
+def _reading(width: int, clusters: int) -> int:
+    """Bytes of the rows being placed: vectors in three copies, products with the centroids in three."""
+    return READ_ROWS * 3 * (width + clusters) * 4
+
+
+def _comparing(width: int) -> int:
+    """Bytes of one block of products with all its pairs candidates, and of the pairs being verified."""
+    block = BLOCK_ROWS * BLOCK_COLUMNS * (4 + 1 + 16)
+    return block + VERIFY_SLICE * width * 4 * 3 + VERIFY_PAIRS * 80 + (BLOCK_ROWS + BLOCK_COLUMNS) * width * 8
+
+
+def tile_rows(config: NearConfig, width: int, columns: int) -> int:
+    """Most rows of one section of a cluster that a task loads at a time; larger sections are split."""
+    return max(BLOCK_COLUMNS, (config.task_memory - _comparing(width)) // (2 * 8 * (columns + 2)))
 
 
 def batch_rows(config: NearConfig, width: int, clusters: int, lane: int, placements: float) -> int:
     """Rows whose placements one spill task gathers: what fits beside its reading buffers."""
-    read = READ_ROWS * (3 * width + 3 * clusters) * 4
-    room = max(config.task_memory - read, config.task_memory // 4)
+    room = max(config.task_memory - _reading(width, clusters), config.task_memory // 4)
     return max(READ_ROWS, int(room / ((1 + placements) * lane * 3)))
 
 

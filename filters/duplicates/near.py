@@ -28,8 +28,8 @@ NO_HASH = 255
 MISS = 1e-4
 # Float32 products are good to about 1e-6; what comes this close to the threshold is decided in float64.
 RECHECK = 1e-3
-# Unit rows are rounded to float32, so a cosine is only known to about this much.
-ROUNDING = 1e-7
+# What float64 leaves uncertain, in favour of the pair.
+ROUNDING = 1e-12
 SKETCHES = (32, 64, 128, 256)
 
 
@@ -159,7 +159,9 @@ def verify(
     return cosines, near
 
 
-def decide(rows: np.ndarray, left: np.ndarray, right: np.ndarray, similarity: float) -> tuple[np.ndarray, np.ndarray]:
+def decide(
+    rows: np.ndarray, left: np.ndarray, right: np.ndarray, similarity: float
+) -> tuple[np.ndarray, np.ndarray]:
     """Cosine of rows[left] and rows[right], and whether it reaches the threshold: (p,) float64, (p,) bool.
 
     Float32 rules out what is clearly below; everything else is decided, and its cosine given, in float64.
@@ -167,12 +169,19 @@ def decide(rows: np.ndarray, left: np.ndarray, right: np.ndarray, similarity: fl
     cosine = np.einsum("ij,ij->i", rows[left], rows[right]).astype(np.float64)
     close = np.flatnonzero(cosine >= similarity - RECHECK)
     x, y = rows[left[close]].astype(np.float64), rows[right[close]].astype(np.float64)
-    cosine[close] = np.einsum("ij,ij->i", x, y)
+    # Float32 unit rows are off unit length by 1e-7: without this, copies would not reach a similarity of 1.
+    squares = np.einsum("ij,ij->i", x, x) * np.einsum("ij,ij->i", y, y)
+    cosine[close] = np.einsum("ij,ij->i", x, y) / np.sqrt(squares)
     return cosine, cosine >= similarity - ROUNDING
 
 
 def thin_out(
-    vectors: Vectors, left_ids: np.ndarray, right_ids: np.ndarray, a: np.ndarray, b: np.ndarray, similarity: float
+    vectors: Vectors,
+    left_ids: np.ndarray,
+    right_ids: np.ndarray,
+    a: np.ndarray,
+    b: np.ndarray,
+    similarity: float,
 ) -> np.ndarray:
     """Which candidates of one block deserve verification: (p,) bool. Dense blocks are multiplied in full."""
     if len(a) < BLOCK_ROWS * BLOCK_COLUMNS // 100:
@@ -219,6 +228,11 @@ class PairWriter:
             a, b, bits = a[order], b[order], bits[order]
             cosine, near = verify(self.vectors, a, b, self.similarity)
         pairs = np.empty(int(near.sum()), dtype=PAIR)
-        pairs["a"], pairs["b"], pairs["similarity"], pairs["hamming"] = a[near], b[near], cosine[near], bits[near]
+        pairs["a"], pairs["b"], pairs["similarity"], pairs["hamming"] = (
+            a[near],
+            b[near],
+            cosine[near],
+            bits[near],
+        )
         self.file.write(pairs.tobytes())
         self.written += len(pairs)

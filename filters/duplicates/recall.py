@@ -102,13 +102,19 @@ class ExactNeighbours:
             found.append(self._compare(vectors[rows], hashes, row_ids(ordinal, rows + start)))
         pairs = np.concatenate(found)
         if len(pairs) > self.most:
-            chosen = np.random.default_rng([self.seed, 4, ordinal]).choice(len(pairs), self.most, replace=False)
+            chosen = np.random.default_rng([self.seed, 4, ordinal]).choice(
+                len(pairs), self.most, replace=False
+            )
             pairs = pairs[np.sort(chosen)]
         return pairs
 
     def _compare(self, vectors: np.ndarray, hashes: np.ndarray | None, ids: np.ndarray) -> np.ndarray:
         if self.method == "embedding" or hashes is None:
-            left, right, cut = torch.from_numpy(self.vectors), torch.from_numpy(vectors), self.similarity - RECHECK
+            left, right, cut = (
+                torch.from_numpy(self.vectors),
+                torch.from_numpy(vectors),
+                self.similarity - RECHECK,
+            )
         else:
             test = HashTest(self.distance)
             left, right, cut = test.sides(self.hashes)[0], test.sides(hashes)[1], test.cut
@@ -148,7 +154,9 @@ def plant_pairs(vectors: np.ndarray, similarity: float, count: int, rng: np.rand
     """
     base = vectors[np.arange(count) % len(vectors)]
     toward = vectors[rng.integers(0, len(vectors), count)]
-    away = toward - np.einsum("ij,ij->i", toward, base)[:, None] * base + 1e-6 * rng.standard_normal(base.shape)
+    away = (
+        toward - np.einsum("ij,ij->i", toward, base)[:, None] * base + 1e-6 * rng.standard_normal(base.shape)
+    )
     away, _ = unit_rows(away - np.einsum("ij,ij->i", away, base)[:, None] * base)
     return unit_rows(similarity * base + np.sqrt(1 - similarity**2) * away)[0]
 
@@ -187,7 +195,6 @@ def was_found(truth: np.ndarray, files: Sequence[str]) -> np.ndarray:
 
 def read_pairs(path: str) -> np.ndarray:
     """Memory-map a pair file: (p,) PAIR records."""
-    import os
 
     if os.path.getsize(path) == 0:
         return np.empty(0, dtype=PAIR)

@@ -62,14 +62,21 @@ class DuplicateResult:
 
     def least_similar(self, n: int = 20) -> pl.DataFrame:
         """The n dropped rows that were least like what they were dropped for: the ones to look at first."""
-        return self.duplicates().bottom_k(n, by=["similarity", "uid_hi", "uid_lo"]).collect().sort(
-            "similarity", "uid_hi", "uid_lo"
+        return (
+            self.duplicates()
+            .bottom_k(n, by=["similarity", "uid_hi", "uid_lo"])
+            .collect()
+            .sort("similarity", "uid_hi", "uid_lo")
         )
 
     def largest_groups(self, n: int = 20) -> pl.DataFrame:
         """The n kept rows that stand for most dropped ones: kept_uid_hi, kept_uid_lo, size (dropped + 1)."""
         groups = self.duplicates().group_by("kept_uid_hi", "kept_uid_lo").agg((pl.len() + 1).alias("size"))
-        return groups.collect().sort("size", "kept_uid_hi", "kept_uid_lo", descending=[True, False, False]).head(n)
+        return (
+            groups.collect()
+            .sort("size", "kept_uid_hi", "kept_uid_lo", descending=[True, False, False])
+            .head(n)
+        )
 
     def rethreshold(self, similarity: float, directory: Path) -> DuplicateResult:
         """The decision at a higher similarity, from the pairs already found; written to ``directory``.
@@ -108,7 +115,9 @@ def source_losses(
     uid = ["uid_hi", "uid_lo"]
     lost = dropped.select(uid).unique().with_columns(pl.lit(True).alias("lost"))
     joined = rows.select(*uid, source).join(lost, on=uid, how="left").group_by(source)
-    counts = joined.agg(pl.len().alias("rows"), pl.col("lost").sum().cast(pl.Int64).alias("dropped")).collect()
+    counts = joined.agg(
+        pl.len().alias("rows"), pl.col("lost").sum().cast(pl.Int64).alias("dropped")
+    ).collect()
     share = counts.with_columns((pl.col("dropped") / pl.col("rows")).alias("share"))
     losing = share.filter((pl.col("share") > most) & (pl.col("rows") >= least_rows))
     losing = losing.sort("share", source, descending=[True, False])
@@ -166,14 +175,18 @@ def _nodes(files: Sequence[str], source: BlockSource, shards: Sequence[str]) -> 
     return nodes[alive]
 
 
-def _live_pairs(files: Sequence[str], nodes: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+def _live_pairs(
+    files: Sequence[str], nodes: np.ndarray
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """Pairs whose rows are both live, with the positions of the two among the nodes."""
     ids = nodes["id"]
     for path in files:
         stored = read_pairs(path)
         for start in range(0, len(stored), READ_PAIRS):
             pairs = np.array(stored[start : start + READ_PAIRS])
-            spots = [np.minimum(np.searchsorted(ids, pairs[side]), max(len(ids) - 1, 0)) for side in ("a", "b")]
+            spots = [
+                np.minimum(np.searchsorted(ids, pairs[side]), max(len(ids) - 1, 0)) for side in ("a", "b")
+            ]
             if not len(ids):
                 return
             live = (ids[spots[0]] == pairs["a"]) & (ids[spots[1]] == pairs["b"])
@@ -193,7 +206,9 @@ def decide_partitions(work: Path, target: Path, config: NearConfig) -> tuple[int
         pairs = _once(pairs[pairs["similarity"] >= config.similarity - ROUNDING])
         near += len(pairs)
         parts.append(_decide(members, pairs, config))
-    table = pa.concat_tables([*parts, _SCHEMA.empty_table()]).sort_by([("uid_hi", "ascending"), ("uid_lo", "ascending")])
+    table = pa.concat_tables([*parts, _SCHEMA.empty_table()]).sort_by(
+        [("uid_hi", "ascending"), ("uid_lo", "ascending")]
+    )
     with Commit(target / "duplicates.parquet") as temporary:
         pq.write_table(table, temporary)
     if work != target:
@@ -234,7 +249,12 @@ def _decide(members: np.ndarray, pairs: np.ndarray, config: NearConfig) -> pa.Ta
 
 
 def _bits_of(
-    rows: int, earlier: np.ndarray, later: np.ndarray, bits: np.ndarray, dropped: np.ndarray, keeper: np.ndarray
+    rows: int,
+    earlier: np.ndarray,
+    later: np.ndarray,
+    bits: np.ndarray,
+    dropped: np.ndarray,
+    keeper: np.ndarray,
 ) -> np.ndarray:
     """Hamming distance of each (dropped, keeper) pair, NO_HASH where the two were never compared."""
     if not len(bits):
@@ -245,4 +265,3 @@ def _bits_of(
     spot = np.minimum(np.searchsorted(keys[order], wanted), len(keys) - 1)
     found = keys[order][spot] == wanted
     return np.where(found, bits[order[spot]], NO_HASH).astype(np.uint8)
-

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,6 @@ from filelock import FileLock, Timeout
 
 from filters.duplicates.blocks import BlockSource, Shelf
 from filters.duplicates.clusters import (
-    ClusterFiles,
     Codebook,
     HashBands,
     SampleRows,
@@ -38,7 +37,7 @@ from filters.duplicates.clusters import (
     train_centroids,
 )
 from filters.duplicates.compare import Compare, CompareTask, Sections, pack, plan_units
-from filters.duplicates.config import NearConfig, batch_rows, memory_plan, payload_bytes, training_rows
+from filters.duplicates.config import NearConfig, batch_rows, payload_bytes, tile_rows, training_rows
 from filters.duplicates.near import PAIR, choose_sketch, rotation, sketch_reach
 from filters.duplicates.recall import (
     LEAST_PAIRS,
@@ -91,7 +90,9 @@ class NearSearch:
             with lock.acquire(timeout=0):
                 return self._run()
         except Timeout:
-            raise RuntimeError(f"{self.directory}: another run is searching here; wait for it or stop it") from None
+            raise RuntimeError(
+                f"{self.directory}: another run is searching here; wait for it or stop it"
+            ) from None
 
     def _run(self) -> DuplicateResult:
         self._check_settings()
@@ -140,7 +141,9 @@ class NearSearch:
     def _register(self, surveys: Sequence[Survey]) -> bool:
         """Write the manifest of a new generation when anything is new: whether there is one."""
         known = self._entries()
-        widths = {survey.width: survey for survey in surveys} | {e["width"]: Survey(**_survey(e)) for e in known.values()}
+        widths = {survey.width: survey for survey in surveys} | {
+            e["width"]: Survey(**_survey(e)) for e in known.values()
+        }
         if len(widths) > 1:
             first, second = list(widths.values())[:2]
             raise ValueError(
@@ -182,7 +185,9 @@ class NearSearch:
 
     def pair_files(self) -> list[str]:
         """Every file of near pairs, oldest first."""
-        return [str(f) for n in range(len(self._manifests())) for f in sorted(self._generation(n).glob("pairs-*"))]
+        return [
+            str(f) for n in range(len(self._manifests())) for f in sorted(self._generation(n).glob("pairs-*"))
+        ]
 
     # ---- one generation
 
@@ -197,7 +202,9 @@ class NearSearch:
         pairs = self._compare(number, book, shelf)
         recall = self._recall(sample, pairs)
         with Commit(self._done(number)) as temporary:
-            temporary.write_text(json.dumps({"rows": counts[0], "unusable": counts[1], "recall": asdict(recall)}))
+            temporary.write_text(
+                json.dumps({"rows": counts[0], "unusable": counts[1], "recall": asdict(recall)})
+            )
 
     def _sample(self, entries: list[dict], shelf: Shelf, rows: int) -> Sample:
         """Rows drawn from those entering, and their exact neighbours in the whole pool."""
@@ -210,12 +217,22 @@ class NearSearch:
         config = self.config
         most = max(1000, MOST_PAIRS // len(shelf.shards))
         exact = ExactNeighbours(
-            self.source, config.method, config.similarity, config.phash_distance, ids, vectors, hashes, most, config.seed
+            self.source,
+            config.method,
+            config.similarity,
+            config.phash_distance,
+            ids,
+            vectors,
+            hashes,
+            most,
+            config.seed,
         )
         found = run_all(self.runner, exact, list(enumerate(shelf.shards)))
         return Sample(ids, vectors, np.concatenate([*found, np.empty(0, dtype=PAIR)]))
 
-    def _book(self, entries: list[dict], shelf: Shelf, rows: int, sample: Sample | None) -> Codebook | HashBands:
+    def _book(
+        self, entries: list[dict], shelf: Shelf, rows: int, sample: Sample | None
+    ) -> Codebook | HashBands:
         """The codebook of this directory, trained on the first generation that has rows."""
         if sample is None:
             return HashBands(self.config.phash_distance)
@@ -266,7 +283,9 @@ class NearSearch:
         reach = sketch_reach(self.config.similarity, sketch, width)
         return Codebook(centroids, rotation(width, sketch, self.config.seed), margin, reach, visits)
 
-    def _spill(self, number: int, entries: list[dict], book: Codebook | HashBands, shelf: Shelf) -> tuple[int, int]:
+    def _spill(
+        self, number: int, entries: list[dict], book: Codebook | HashBands, shelf: Shelf
+    ) -> tuple[int, int]:
         """Place the entering rows: (rows entered, rows not usable)."""
         if isinstance(book, Codebook):
             sketch, placements = book.rotation.shape[1], book.placements
@@ -290,15 +309,27 @@ class NearSearch:
 
     def _compare(self, number: int, book: Codebook | HashBands, shelf: Shelf) -> list[str]:
         """Compare the entering rows: paths of the pair files of all generations so far."""
-        sections = Sections(tuple(self._spills(number)), tuple(map(str, sorted(self._generation(number).glob("spill-*")))))
+        sections = Sections(
+            tuple(self._spills(number)), tuple(map(str, sorted(self._generation(number).glob("spill-*"))))
+        )
         sizes = {name: files.sizes() for name, files in sections.open().items()}
-        tile_rows = memory_plan(self.config, 1, shelf.width, sketch=getattr(book, "rotation", np.empty((0, 64))).shape[1]).tile_rows
+        rows = tile_rows(self.config, shelf.width, self._columns(book))
         tasks = [
             CompareTask(units, str(self._generation(number) / f"pairs-{index:06d}"))
-            for index, units in enumerate(pack(list(plan_units(sizes, tile_rows))))
+            for index, units in enumerate(pack(list(plan_units(sizes, rows))))
         ]
-        run_all(self.runner, Compare(shelf, book, sections, self.config.similarity, self.config.phash_distance), tasks)
+        run_all(
+            self.runner,
+            Compare(shelf, book, sections, self.config.similarity, self.config.phash_distance),
+            tasks,
+        )
         return self.pair_files()
+
+    def _columns(self, book: Codebook | HashBands) -> int:
+        """Columns of what is multiplied: the sketch, or the bits of the hash."""
+        return (
+            book.rotation.shape[1] if isinstance(book, Codebook) and self.config.method == "embedding" else 64
+        )
 
     def _recall(self, sample: Sample | None, files: list[str]) -> RecallEstimate:
         """Recall of the drawn rows that did not set the margin. Bands of the hash lose nothing."""
@@ -331,4 +362,3 @@ class NearSearch:
 
 def _survey(entry: dict) -> dict:
     return {name: entry[name] for name in ("shard", "path", "rows", "alive", "width")}
-

@@ -18,7 +18,9 @@ Result = TypeVar("Result")
 class Runner(Protocol):
     """Applies a function to tasks; yields (index of the task, result) as they finish, in any order."""
 
-    def map(self, function: Callable[[Task], Result], tasks: Sequence[Task]) -> Iterator[tuple[int, Result]]: ...
+    def map(
+        self, function: Callable[[Task], Result], tasks: Sequence[Task]
+    ) -> Iterator[tuple[int, Result]]: ...
 
 
 @dataclass(frozen=True)
