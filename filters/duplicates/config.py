@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 METHODS = ("agree", "embedding", "phash")
 RULES = ("greedy", "semdedup", "components")
@@ -53,6 +53,21 @@ class NearConfig:
             raise ValueError(f"task_memory={self.task_memory}: at least {256 * MIB} bytes (256 MiB)")
         if self.threads < 1:
             raise ValueError(f"threads={self.threads}: at least 1")
+
+    @property
+    def least(self) -> float:
+        """Similarity from which a pair counts: the cosine, or the share of equal bits for the hash alone."""
+        return 1 - self.phash_distance / 64 if self.method == "phash" else self.similarity
+
+    def raised(self, similarity: float) -> NearConfig:
+        """The same with a higher ``least``. Raises ValueError for a lower one."""
+        if similarity < self.least:
+            raise ValueError(
+                f"similarity={similarity}: pairs were searched from {self.least}; lower needs a new run"
+            )
+        if self.method == "phash":
+            return replace(self, phash_distance=math.floor((1 - similarity) * 64))
+        return replace(self, similarity=similarity)
 
     def cluster_count(self, rows: int) -> int:
         """Clusters for a pool of that many rows: sqrt(n) / 3, where assigning and comparing cost alike.

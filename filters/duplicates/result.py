@@ -81,13 +81,10 @@ class DuplicateResult:
     def rethreshold(self, similarity: float, directory: Path) -> DuplicateResult:
         """The decision at a higher similarity, from the pairs already found; written to ``directory``.
 
-        Raises ValueError below the similarity the pairs were searched at: those pairs were never looked for.
+        For the hash alone similarity is the share of equal bits. Raises ValueError below what the pairs were
+        searched at: those pairs were never looked for.
         """
-        if similarity < self.config.similarity:
-            raise ValueError(
-                f"similarity={similarity}: pairs were searched from {self.config.similarity}; lower needs a new run"
-            )
-        config = replace(self.config, similarity=similarity)
+        config = self.config.raised(similarity)
         pairs, dropped = decide_partitions(self.directory, directory, config)
         result = replace(self, directory=directory, config=config, pairs=pairs, dropped=dropped)
         result.save()
@@ -203,7 +200,7 @@ def decide_partitions(work: Path, target: Path, config: NearConfig) -> tuple[int
     for number, path in enumerate(sorted((work / "partitions").glob("part-*.bin"))):
         members = nodes[order[bounds[number] : bounds[number + 1]]] if number + 1 < len(bounds) else nodes[:0]
         pairs = np.array(read_pairs(str(path)))
-        pairs = _once(pairs[pairs["similarity"] >= config.similarity - ROUNDING])
+        pairs = _once(pairs[pairs["similarity"] >= config.least - ROUNDING])
         near += len(pairs)
         parts.append(_decide(members, pairs, config))
     table = pa.concat_tables([*parts, _SCHEMA.empty_table()]).sort_by(
