@@ -1,7 +1,7 @@
 """Leakage: pool rows too close to an evaluation set, named ``leaks_<set>``, with the pairs listed.
 
-Every live row of the pool meets every evaluation row, by the sketches and exact checks of the near pass: there
-are no clusters to miss a pair between, only the share ``near.MISS`` of pairs exactly at the threshold.
+Every live row of the pool meets every evaluation row, by the sketches and exact checks of the near pass:
+there are no clusters to miss a pair between, only the share ``near.MISS`` of pairs exactly at the threshold.
 """
 
 from __future__ import annotations

@@ -29,7 +29,8 @@ def gray_thumbnail(image: torch.Tensor | Image.Image) -> np.ndarray:
     ``image`` is a (C, H, W) uint8 tensor with C 1 or 3, or a PIL image. Raises ValueError for other tensors.
     """
     if isinstance(image, Image.Image):
-        image = transforms.pil_to_tensor(image if image.mode in ("L", "RGB") else image.convert("RGB"))
+        picture = image if image.mode in ("L", "RGB") else image.convert("RGB")
+        image = torch.as_tensor(transforms.pil_to_tensor(picture))
     if image.ndim != 3 or image.shape[0] not in (1, 3) or image.dtype != torch.uint8:
         raise ValueError(
             f"image is {image.dtype} of shape {tuple(image.shape)}; expected (1 or 3, H, W) uint8"

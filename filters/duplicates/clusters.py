@@ -2,10 +2,10 @@
 
 A row lives in one cluster (its nearest centroid) and *visits* every other whose centroid is nearly as close:
 similarity within ``margin`` of the best. A visitor is compared with the residents only. A near pair is found
-when either row visits the other's cluster. At equal recall the margin places rows in about 40 % fewer clusters
-than a fixed number of probes, since rows deep inside a cluster need none.
+when either row visits the other's cluster. At equal recall the margin places rows in some 40 % fewer clusters
+than a fixed number of probes does, since rows deep inside a cluster need none.
 
-For the perceptual hash alone the clusters are bands of bits: two hashes at most t bits apart agree in at least
+For the perceptual hash alone clusters are bands of bits: two hashes at most t bits apart agree in at least
 one of t + 1 bands (Norouzi, Punjani & Fleet, "Fast exact search in Hamming space with multi-index hashing",
 2014, section 3), so nothing is lost and all rows are residents.
 """
@@ -25,7 +25,7 @@ from filters.duplicates.config import READ_ROWS, NearConfig
 from filters.duplicates.near import HashTest, SketchTest
 from filters.duplicates.tasks import Commit
 
-# Centroid similarities closer than this are decided in float64, so that no blocking of a product decides them.
+# Centroid similarities closer than this are decided in float64, so that no blocking of a product does it.
 TIE = 1e-5
 
 
@@ -165,6 +165,7 @@ def train_centroids(sample: np.ndarray, config: NearConfig, clusters: int) -> np
         max_points_per_centroid=len(sample) // clusters + 1,
     )
     kmeans.train(sample)
+    assert kmeans.centroids is not None
     return np.ascontiguousarray(kmeans.centroids.reshape(clusters, -1), dtype=np.float32)
 
 
@@ -246,7 +247,7 @@ class Spill:
     """Task: place the rows of some shards and write them sorted by cluster.
 
     Writes ``<target>/{home,visit}_{id,payload,offset}.npy`` (offset (k + 1,) int64) and for each shard
-    ``considered-<ordinal>.npy``, the (n,) bool rows that were live and new. Returns (rows placed, not usable).
+    ``considered-<ordinal>.npy``, the (n,) bool rows live and new. Returns (rows placed, not usable).
     """
 
     source: BlockSource

@@ -65,7 +65,7 @@ MEETINGS = (
 
 
 def plan_units(sizes: dict[str, np.ndarray], tile_rows: int) -> Iterator[Unit]:
-    """Every comparison of a run, clusters in order; a section above ``tile_rows`` is split, losing no pair."""
+    """Every comparison of a run, clusters in order; sections over ``tile_rows`` are split, losing no pair."""
     clusters = len(sizes["new homes"])
     none = np.zeros(clusters, dtype=int)
     for cluster in range(clusters):
@@ -103,7 +103,7 @@ class CompareTask:
 
 @dataclass(frozen=True)
 class Compare:
-    """Task: make some comparisons and write the near pairs, PAIR records, to ``task.target``. Returns pairs."""
+    """Task: make some comparisons and write near pairs (PAIR) to ``task.target``. Returns their number."""
 
     shelf: Shelf
     book: Codebook | HashBands

@@ -17,7 +17,7 @@ class NearConfig:
     ``method``: ``agree`` (embedding and perceptual hash must both call a pair near), ``embedding`` or
     ``phash`` alone. ``similarity``: cosine from which embeddings are near. ``phash_distance``: most differing
     bits of near hashes. ``recall``: share of near pairs to find. ``clusters``: None sizes them from the pool.
-    ``sample_rows``: rows compared with the whole pool to set and to measure recall. ``task_memory``: bytes one
+    ``sample_rows``: rows compared with the whole pool to set and measure recall. ``task_memory``: bytes one
     task may use. ``threads``: threads of one task; results are repeatable for a given value.
     """
 
@@ -119,7 +119,7 @@ def memory_plan(
 ) -> MemoryPlan:
     """What a pool of ``rows`` x ``width`` needs; ``largest`` is the largest cluster's rows when known.
 
-    ``sketch`` and ``placements`` (clusters a row goes to) are known after training; before it the defaults are
+    ``sketch`` and ``placements`` (clusters a row goes to) are known after training; the defaults are
     those of vectors without any cluster structure, the hardest case.
     """
     clusters = config.cluster_count(rows)

@@ -38,20 +38,20 @@ class ExactConfig:
 
 
 def normalised_caption(column: str = "caption") -> pl.Expr:
-    """Caption without differences of case, spacing, width or composition (Unicode NFKC); empty becomes null."""
+    """Caption without differences of case, spacing or Unicode form (NFKC); empty becomes null."""
     text = pl.col(column).cast(pl.String).str.normalize("NFKC").str.to_lowercase()
     text = text.str.replace_all(r"\s+", " ").str.strip_chars()
     return pl.when(text != "").then(text)
 
 
-def exact_duplicates(tables: Sequence[Path | str], target: Path, config: ExactConfig) -> Mapping[str, int]:
+def exact_duplicates(tables: Sequence[Path], target: Path, config: ExactConfig) -> Mapping[str, int]:
     """Find rows that share a key and write who is dropped for whom; rows dropped by each key.
 
-    ``tables`` are parquet files with uid_hi, uid_lo (uint64), score (float), alive (bool) and the key columns;
+    ``tables`` are parquet files with uid_hi, uid_lo (uint64), score (float), alive (bool) and key columns;
     keys that no table has are passed over, null and empty keys never match. Within a group the row of highest
     score stays, the lowest uid among equals. A row dropped by one key is gone before the next is tried.
 
-    ``target`` gets parquet: uid_hi, uid_lo, kept_uid_hi, kept_uid_lo, how (the key), sorted by uid. Each key is
+    ``target`` gets parquet: uid_hi, uid_lo, kept_uid_hi, kept_uid_lo, how (the key), by uid. Each key is
     grouped in passes over its hash, so that one pass holds about ``pass_rows`` rows; what was dropped so far,
     16 bytes a row, is held throughout.
     """

@@ -7,14 +7,15 @@ The product runs on short stand-ins, so that most pairs cost 64 multiplications,
   so a bound on it loses a share of pairs that is known beforehand (``MISS``);
 - or the 64 bits of the perceptual hash as +1/-1: their product is exactly 64 - 2 * Hamming distance.
 
-Candidates are then decided one pair at a time, in float64 where float32 comes within 1e-3 of the threshold: no
-decision depends on how rows were blocked.
+Candidates are then decided one pair at a time, in float64 where float32 comes within 1e-3 of the threshold:
+no decision depends on how rows were blocked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -35,7 +36,7 @@ SKETCHES = (32, 64, 128, 256)
 
 @dataclass(frozen=True)
 class SketchTest:
-    """Candidate test on sketches: (n, m) float16 rows of a rotation; pairs within ``reach`` squared distance."""
+    """Candidate test on sketches, (n, m) float16: pairs within ``reach`` squared distance."""
 
     reach: float
 
@@ -204,7 +205,7 @@ class PairWriter:
     equal bits.
     """
 
-    def __init__(self, file, vectors: Vectors | None, similarity: float):  # type: ignore[no-untyped-def]
+    def __init__(self, file: BinaryIO, vectors: Vectors | None, similarity: float):
         self.file, self.vectors, self.similarity = file, vectors, similarity
         self.pending: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self.waiting = self.written = 0

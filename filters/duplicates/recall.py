@@ -1,4 +1,4 @@
-"""Recall: which rows a random sample is near to, checked exactly; what margin that asks for; what was found."""
+"""Recall: what a random sample is near to, checked exactly; the margin that asks for; what was found."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ class RecallEstimate:
     def __str__(self) -> str:
         if not self.checked:
             return f"recall unknown: no near pair among {self.rows} rows drawn"
-        return f"recall {self.value:.4f} (95 % {self.low:.4f} to {self.high:.4f}; {self.checked} pairs, {self.rows} rows)"
+        interval = f"95 % {self.low:.4f} to {self.high:.4f}"
+        return f"recall {self.value:.4f} ({interval}; {self.checked} pairs, {self.rows} rows)"
 
 
 def estimate_recall(found: np.ndarray, owner: np.ndarray, rows: int, level: float = 0.95) -> RecallEstimate:
@@ -147,7 +148,7 @@ def crossing_gaps(x: np.ndarray, y: np.ndarray, centroids: np.ndarray) -> np.nda
 
 
 def plant_pairs(vectors: np.ndarray, similarity: float, count: int, rng: np.random.Generator) -> np.ndarray:
-    """Rows at exactly that cosine from ``vectors[i % n]``, moved toward another random row: (count, d) float32.
+    """Rows at exactly that cosine from ``vectors[i % n]``, moved toward another row: (count, d) float32.
 
     Moving within the pool crosses cluster borders sooner than moving in a random direction, so a margin set
     with these is on the safe side.
@@ -162,7 +163,7 @@ def plant_pairs(vectors: np.ndarray, similarity: float, count: int, rng: np.rand
 
 
 def choose_margin(gaps: np.ndarray, recall: float) -> float:
-    """Smallest margin under which the pairs reach the recall with 90 % confidence (one-sided Clopper-Pearson).
+    """Smallest margin under which pairs reach the recall with 90 % confidence (one-sided Clopper-Pearson).
 
     When there are too few pairs to be that sure, a tenth above the largest gap seen.
     """

@@ -54,7 +54,7 @@ class DuplicateResult:
 
     @property
     def table(self) -> Path:
-        """``duplicates.parquet``: uid_hi, uid_lo, kept_uid_hi, kept_uid_lo, similarity, hamming, how; by uid."""
+        """``duplicates.parquet``: uid_hi, uid_lo, kept_uid_hi, kept_uid_lo, similarity, hamming, how."""
         return self.directory / "duplicates.parquet"
 
     def duplicates(self) -> pl.LazyFrame:
@@ -104,7 +104,7 @@ class DuplicateResult:
 def source_losses(
     dropped: pl.LazyFrame, rows: pl.LazyFrame, source: str = "source", most: float = 0.5, least_rows: int = 20
 ) -> pl.DataFrame:
-    """Sources that lose more than ``most`` of their rows as duplicates: source, rows, dropped, share; worst first.
+    """Sources that lose over ``most`` of their rows as duplicates: source, rows, dropped, share; worst first.
 
     ``rows`` holds uid_hi, uid_lo and the source column of every live row. Warns with the worst when there is
     any: one source losing most of its rows usually means a threshold too loose for what it holds.

@@ -1,6 +1,6 @@
 """Which rows of the near pairs stay. Rows are numbered by rank: row 0 ranks first and always stays.
 
-Rank is (score descending, uid ascending); pairs are (earlier, later) with earlier < later. All three rules are
+Rank is (score descending, uid ascending); pairs are (earlier, later) with earlier < later. All rules are
 pure functions of the pairs, whatever their order, and each connected component can be decided on its own.
 """
 

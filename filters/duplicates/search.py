@@ -8,8 +8,8 @@ Everything lies under one directory and outlives the run::
     generation-0000/pairs-*    near pairs they brought
     generation-0000/done.json  counts and recall
 
-A later run with more shards, or with rows an earlier filter now lets live, adds a generation: new rows meet new
-and old ones, old ones do not meet again. A killed run goes on where it stopped.
+A later run with more shards, or with rows an earlier filter now lets live, adds a generation: new rows meet
+new and old ones, old ones do not meet again. A killed run goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -147,18 +147,19 @@ class NearSearch:
         if len(widths) > 1:
             first, second = list(widths.values())[:2]
             raise ValueError(
-                f"{first.path} holds embeddings of width {first.width}, {second.path} of width {second.width}; "
+                f"{first.path} holds embeddings of width {first.width}, "
+                f"{second.path} of width {second.width}; "
                 "a run needs one model"
             )
-        entering = []
+        entering: list[dict] = []
         for survey in surveys:
             old = known.get(survey.shard)
             if old is None:
                 entering.append(asdict(survey) | {"ordinal": len(known) + len(entering)})
             elif (old["rows"], old["path"]) != (survey.rows, survey.path):
                 raise ValueError(
-                    f"{survey.shard}: {survey.path} with {survey.rows} rows, where {old['path']} with {old['rows']} "
-                    f"rows entered {self.directory}; use another directory for another model"
+                    f"{survey.shard}: {survey.path} with {survey.rows} rows, where {old['path']} "
+                    f"with {old['rows']} rows is in {self.directory}; use another directory for another model"
                 )
         # Rows of known shards that a looser filter lets live enter too; the spill skips those already in.
         reborn = [s for s in surveys if s.shard in known and self._reborn(known[s.shard])]
@@ -254,7 +255,7 @@ class NearSearch:
         return book
 
     def _margin(self, centroids: np.ndarray, shelf: Shelf, sample: Sample) -> float:
-        """Visiting margin that brings the recall, from near pairs of the pool and planted ones if they are few."""
+        """Visiting margin that brings the recall, from near pairs of the pool, and planted ones if few."""
         pairs = sample.half(second=False)
         if len(pairs) > 50 * LEAST_PAIRS:
             pairs = pairs[:: len(pairs) // (50 * LEAST_PAIRS)]

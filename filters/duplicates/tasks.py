@@ -53,7 +53,7 @@ class RayRunner:
         import ray
 
         options: dict[str, Any] = {"num_cpus": self.cpus, "memory": self.memory or None}
-        remote = ray.remote(_with_threads).options(**options)
+        remote: Any = ray.remote(_with_threads).options(**options)
         shared = ray.put(function)
         window = 2 * max(1, int(ray.cluster_resources().get("CPU", 1)) // self.cpus)
         flying: dict[Any, int] = {}

@@ -169,7 +169,7 @@ def test_permuted_input_gives_the_same_survivors(make_pool, tmp_path, rule):
 @pytest.mark.parametrize(("cosine", "least"), [(0.99, 0.999), (0.95, 0.995), (0.90, 0.99)])
 def test_recall_against_brute_force(make_pool, tmp_path, cosine, least, clusters):
     rng = np.random.default_rng(2)
-    vectors, planted = planted_pool(8000, 64, rng, cosine, clusters)
+    vectors, _ = planted_pool(8000, 64, rng, cosine, clusters)
     config = embedding(similarity=cosine - 0.005, clusters=50)
     result = search(make_pool(vectors, shard_rows=2000), tmp_path / "out", config)
     truth = brute_force(vectors, config.similarity)
@@ -238,7 +238,7 @@ def test_another_width_is_refused_by_name(make_pool, tmp_path):
 def test_settings_of_a_directory_are_kept_to(make_pool, tmp_path):
     source = make_pool(np.eye(8, dtype=np.float32))
     search(source, tmp_path / "out")
-    with pytest.raises(ValueError, match="similarity=0.5: .* was searched with similarity=0.9"):
+    with pytest.raises(ValueError, match=r"similarity=0.5: .* was searched with similarity=0.9"):
         search(source, tmp_path / "out", embedding(similarity=0.5))
 
 
@@ -286,7 +286,7 @@ def test_hash_alone_finds_every_pair(make_pool, tmp_path):
 
 
 def test_hashes_missing_is_an_error_that_says_what_to_do(make_pool, tmp_path):
-    with pytest.raises(ValueError, match="00000: no perceptual hashes; .*method=embedding"):
+    with pytest.raises(ValueError, match=r"00000: no perceptual hashes; .*method=embedding"):
         search(make_pool(np.eye(4, dtype=np.float32)), tmp_path / "out", NearConfig())
 
 
@@ -304,7 +304,7 @@ blocks = {}
 for number, path in enumerate(sorted(pool.glob("*.npy"))):
     n = len(np.load(path, mmap_mode="r"))
     uid = np.arange(number * 500, number * 500 + n, dtype=np.uint64)
-    blocks[path.stem] = Block(shard=path.stem, embeddings=str(path), uid_hi=np.zeros(n, np.uint64), uid_lo=uid,
+    blocks[path.stem] = Block(shard=path.stem, embeddings=str(path), uid_hi=uid * 0, uid_lo=uid,
                               score=np.zeros(n), alive=np.ones(n, bool))
 compare.TASK_WORK = 30_000
 
@@ -317,12 +317,13 @@ class Dying(LocalRunner):
                 (out / "generation-0000" / ".pairs-000099.1.partial").touch()
                 os.kill(os.getpid(), signal.SIGKILL)
 
-search.NearSearch(MemorySource(blocks), out, NearConfig(method="embedding", similarity=.9, clusters=20), Dying()).run()
+config = NearConfig(method="embedding", similarity=.9, clusters=20)
+search.NearSearch(MemorySource(blocks), out, config, Dying()).run()
 """
 
 
 def test_killed_half_way_and_resumed(make_pool, tmp_path):
-    """Killed once while placing rows and once while comparing: the files of an undisturbed run, byte for byte."""
+    """Killed while placing rows and again while comparing: the files of an undisturbed run, byte for byte."""
     make_pool(planted_pool(4000, 32, np.random.default_rng(7))[0])
     environment = os.environ | {"PYTHONPATH": os.getcwd()}
     (tmp_path / "killed" / "generation-0000").mkdir(parents=True)
@@ -354,7 +355,7 @@ def test_one_worker_against_two(make_pool, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.getcwd())
     monkeypatch.setattr("filters.duplicates.compare.TASK_WORK", 30_000)
     source = make_pool(planted_pool(4000, 32, np.random.default_rng(8))[0])
-    one = search(source, tmp_path / "one", embedding(clusters=20))
+    search(source, tmp_path / "one", embedding(clusters=20))
     ray.init(
         num_cpus=2,
         include_dashboard=False,
