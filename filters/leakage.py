@@ -51,7 +51,7 @@ class LeakageConfig:
 
     method: str = "agree"
     similarity: float = 0.95
-    phash_distance: int = 8
+    phash_distance: int = 10
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from filters.duplicates.blocks import BlockSource, open_embeddings, row_ids, unit_rows
-from filters.duplicates.config import READ_ROWS, NearConfig
+from filters.duplicates.config import PLACE_PRODUCTS, READ_ROWS, NearConfig
 from filters.duplicates.near import HashTest, SketchTest
 from filters.duplicates.tasks import Commit
 
@@ -66,6 +66,15 @@ class Codebook:
 
     def place(self, vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Clusters of unit rows (n, d): home (n,) int64, and visits as (row, cluster) int64 arrays."""
+        step = max(1, PLACE_PRODUCTS // self.clusters)
+        parts = [self._place(vectors[start : start + step]) for start in range(0, len(vectors), step)]
+        if not parts:
+            return np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64)
+        home, row, cluster = zip(*parts)
+        row = [rows + number * step for number, rows in enumerate(row)]
+        return np.concatenate(home), np.concatenate(row), np.concatenate(cluster)
+
+    def _place(self, vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         products = similarities(vectors, self.centroids)
         best = products.max(1)
         gap = best[:, None] - products

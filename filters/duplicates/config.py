@@ -23,7 +23,7 @@ class NearConfig:
 
     method: str = "agree"
     similarity: float = 0.95
-    phash_distance: int = 8
+    phash_distance: int = 10
     rule: str = "greedy"
     recall: float = 0.99
     clusters: int | None = None
@@ -69,38 +69,54 @@ class NearConfig:
             return replace(self, phash_distance=math.floor((1 - similarity) * 64))
         return replace(self, similarity=similarity)
 
-    def cluster_count(self, rows: int) -> int:
-        """Clusters for a pool of that many rows: sqrt(n) / 3, where assigning and comparing cost alike.
+    def cluster_count(self, rows: int, width: int) -> int:
+        """Clusters for a pool of rows x width: sqrt(n) / 3, where assigning and comparing cost about alike.
 
-        Never so many that k-means has fewer than 39 rows a centroid (FAISS's own floor), never none.
+        Never so many that k-means has fewer than 39 rows a centroid (FAISS's own floor), be it that the pool
+        has no more or that the memory does not hold them; never none.
         """
         wanted = self.clusters or round(math.sqrt(rows) / 3)
-        return max(1, min(wanted, rows // 39))
+        return max(1, min(wanted, rows // LEAST_ROWS, self.task_memory // ((LEAST_ROWS + 1) * width * 8)))
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What a run needs: bytes a task by step, passes over the largest cluster, bytes on disk."""
+    """What a run needs, in bytes: tasks by step, the driver to decide, disk; and passes over a cluster.
+
+    A cluster is loaded ``tile_rows`` rows of a section at a time; ``passes`` is how often for the largest.
+    """
 
     train: int
     spill: int
     compare: int
+    decide: int
     disk: int
     tile_rows: int
     passes: int
 
     @property
     def task_bytes(self) -> int:
-        """Most bytes any one task holds at a time."""
-        return max(self.train, self.spill, self.compare)
+        """Most bytes any one task holds at a time, with the libraries it loads."""
+        return max(self.train, self.spill, self.compare) + LIBRARIES
+
+    @property
+    def driver_bytes(self) -> int:
+        """Most bytes the process that runs the search holds."""
+        return max(self.train, self.decide) + LIBRARIES
 
 
 # One block of the comparison: rows x columns of float32 similarities.
 BLOCK_ROWS, BLOCK_COLUMNS = 1024, 4096
 # Pairs verified together; their vectors are gathered in slices of this many.
 VERIFY_PAIRS, VERIFY_SLICE = 262_144, 16_384
-# Rows of a block read at a time when they are assigned.
-READ_ROWS = 8192
+# Rows of a block read at a time when they are placed, and most products with centroids held while they are.
+READ_ROWS, PLACE_PRODUCTS = 8192, 1 << 24
+# Rows a centroid below which FAISS warns that k-means has too few.
+LEAST_ROWS = 39
+# What Python holds with numpy, torch, faiss and scipy loaded.
+LIBRARIES = 850 * MIB
+# Pairs read at a time, and pairs that are decided together.
+READ_PAIRS, PARTITION_PAIRS = 4_000_000, 8_000_000
 
 
 def payload_bytes(config: NearConfig, width: int, sketch: int) -> int:
@@ -116,23 +132,28 @@ def memory_plan(
     sketch: int = 64,
     placements: float = 6.0,
     largest: int | None = None,
+    duplicates: float = 0.2,
 ) -> MemoryPlan:
     """What a pool of ``rows`` x ``width`` needs; ``largest`` is the largest cluster's rows when known.
+
+    ``duplicates`` is the share of rows that have a near pair, at one pair a row.
 
     ``sketch`` and ``placements`` (clusters a row goes to) are known after training; the defaults are
     those of vectors without any cluster structure, the hardest case.
     """
-    clusters = config.cluster_count(rows)
+    clusters = config.cluster_count(rows, width)
     lane = payload_bytes(config, width, sketch)
     columns = min(sketch, width) if config.method == "embedding" else 64
     largest = largest if largest is not None else math.ceil(4 * placements * rows / clusters)
     batch = batch_rows(config, width, clusters, lane, placements)
     tile = tile_rows(config, width, columns)
+    involved, pairs = math.ceil(duplicates * rows), math.ceil(min(duplicates * rows, PARTITION_PAIRS))
     return MemoryPlan(
         train=training_rows(config, clusters, width) * width * 8 + clusters * width * 8,
-        spill=_reading(width, clusters) + math.ceil(min(batch, rows) * (1 + placements) * lane * 3),
+        spill=_reading(width, clusters) + math.ceil(min(batch, rows) * placements * _placing(lane)),
         compare=_comparing(width) + 2 * min(tile, largest) * 8 * (columns + 2),
-        disk=math.ceil(rows * placements * lane),
+        decide=involved * 68 + pairs * 160,
+        disk=math.ceil(rows * placements * lane + involved * 25),
         tile_rows=tile,
         passes=math.ceil(largest / tile),
     )
@@ -140,7 +161,12 @@ def memory_plan(
 
 def _reading(width: int, clusters: int) -> int:
     """Bytes of the rows being placed: vectors in three copies, products with the centroids in three."""
-    return READ_ROWS * 3 * (width + clusters) * 4
+    return 3 * 4 * (READ_ROWS * width + min(READ_ROWS * clusters, PLACE_PRODUCTS))
+
+
+def _placing(lane: int) -> int:
+    """Bytes of a placement while a spill is gathered and sorted: three copies with its cluster, two orders."""
+    return 3 * (lane + 8) + 16
 
 
 def _comparing(width: int) -> int:
@@ -157,9 +183,9 @@ def tile_rows(config: NearConfig, width: int, columns: int) -> int:
 def batch_rows(config: NearConfig, width: int, clusters: int, lane: int, placements: float) -> int:
     """Rows whose placements one spill task gathers: what fits beside its reading buffers."""
     room = max(config.task_memory - _reading(width, clusters), config.task_memory // 4)
-    return max(READ_ROWS, int(room / ((1 + placements) * lane * 3)))
+    return max(READ_ROWS, int(room / (placements * _placing(lane))))
 
 
 def training_rows(config: NearConfig, clusters: int, width: int) -> int:
     """Rows k-means sees: 256 a centroid (where FAISS stops by itself), fewer when the memory asks for it."""
-    return max(39 * clusters, min(256 * clusters, config.task_memory // (width * 8)))
+    return max(LEAST_ROWS * clusters, min(256 * clusters, config.task_memory // (width * 8)))

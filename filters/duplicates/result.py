@@ -14,14 +14,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from filters.duplicates.blocks import ROW_BITS, ROW_MASK, BlockSource
-from filters.duplicates.config import NearConfig
+from filters.duplicates.config import PARTITION_PAIRS, READ_PAIRS, NearConfig
 from filters.duplicates.near import NO_HASH, ROUNDING
 from filters.duplicates.recall import RecallEstimate, read_pairs
 from filters.duplicates.rules import RULES, component_labels, keepers, rank_rows
 from filters.duplicates.tasks import Commit
 
-# Pairs read at a time, and pairs that one partition is decided with.
-READ_PAIRS, PARTITION_PAIRS = 4_000_000, 8_000_000
 _NODE = np.dtype([("id", "<i8"), ("uid_hi", "<u8"), ("uid_lo", "<u8"), ("score", "<f8"), ("part", "<i4")])
 _SCHEMA = pa.schema(
     [

@@ -37,7 +37,14 @@ from filters.duplicates.clusters import (
     train_centroids,
 )
 from filters.duplicates.compare import Compare, CompareTask, Sections, pack, plan_units
-from filters.duplicates.config import NearConfig, batch_rows, payload_bytes, tile_rows, training_rows
+from filters.duplicates.config import (
+    LEAST_ROWS,
+    NearConfig,
+    batch_rows,
+    payload_bytes,
+    tile_rows,
+    training_rows,
+)
 from filters.duplicates.near import PAIR, choose_sketch, rotation, sketch_reach
 from filters.duplicates.recall import (
     LEAST_PAIRS,
@@ -240,14 +247,16 @@ class NearSearch:
         path = self.directory / "codebook.npz"
         if path.exists():
             return Codebook.load(path)
-        clusters = self.config.cluster_count(rows)
+        clusters = self.config.cluster_count(rows, shelf.width)
         share = min(1.0, training_rows(self.config, clusters, shelf.width) / max(rows, 1))
         tasks = [(entry["ordinal"], entry["shard"]) for entry in entries]
         drawn = run_all(self.runner, SampleRows(self.source, share, self.config.seed, _TRAIN), tasks)
         training = np.concatenate([vectors for _, vectors, _ in drawn])
         if not len(training):
             training = np.eye(1, shelf.width, dtype=np.float32)
-        clusters = min(clusters, max(1, len(training) // 39))  # unusable rows may have thinned the sample
+        clusters = min(
+            clusters, max(1, len(training) // LEAST_ROWS)
+        )  # unusable rows may have thinned the sample
         centroids = train_centroids(training, self.config, clusters)
         margin = self._margin(centroids, shelf, sample)
         book = self._sketched(centroids, margin, training)

@@ -181,8 +181,8 @@ def test_plan_states_passes_and_keeps_to_the_memory():
     config = NearConfig(task_memory=512 * MIB)
     small, large = memory_plan(config, 10**6, 512), memory_plan(config, 10**9, 512)
     assert small.passes == 1
-    assert large.passes == -(-4 * 6 * 10**9 // config.cluster_count(10**9)) // large.tile_rows + 1
-    assert max(small.compare, large.compare, small.spill) <= 512 * MIB
+    assert large.passes == -(-4 * 6 * 10**9 // config.cluster_count(10**9, 512)) // large.tile_rows + 1
+    assert max(small.train, small.spill, small.compare, large.train, large.spill, large.compare) <= 512 * MIB
 
 
 @pytest.mark.parametrize(
