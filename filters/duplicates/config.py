@@ -165,7 +165,7 @@ def _reading(width: int, clusters: int) -> int:
 
 
 def _placing(lane: int) -> int:
-    """Bytes of a placement while a spill is gathered and sorted: three copies with its cluster, two orders."""
+    """Bytes of a placement while a spill is gathered and sorted: 3 copies and its cluster, two orders."""
     return 3 * (lane + 8) + 16
 
 
@@ -188,4 +188,4 @@ def batch_rows(config: NearConfig, width: int, clusters: int, lane: int, placeme
 
 def training_rows(config: NearConfig, clusters: int, width: int) -> int:
     """Rows k-means sees: 256 a centroid (where FAISS stops by itself), fewer when the memory asks for it."""
-    return max(LEAST_ROWS * clusters, min(256 * clusters, config.task_memory // (width * 8)))
+    return max(LEAST_ROWS * clusters, min(256 * clusters, config.task_memory // (width * 8) - clusters))

@@ -124,10 +124,14 @@ def candidate_blocks(
 
     ``triangle``: both sides are the same rows, and only pairs with left index < right index are wanted.
     """
+    # One buffer for all blocks: a fresh one each costs more in page faults than the product itself.
+    buffer = torch.empty(min(len(left), BLOCK_ROWS) * min(len(right), BLOCK_COLUMNS))
     for top in range(0, len(left), BLOCK_ROWS):
         rows = left[top : top + BLOCK_ROWS]
         for first in range(top if triangle else 0, len(right), BLOCK_COLUMNS):
-            product = rows @ right[first : first + BLOCK_COLUMNS].T
+            columns = right[first : first + BLOCK_COLUMNS]
+            product = buffer[: len(rows) * len(columns)].view(len(rows), len(columns))
+            torch.mm(rows, columns.T, out=product)
             hit = torch.nonzero(product.amax(1) >= cut).squeeze(1)
             if len(hit) == 0:
                 continue

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -141,7 +141,7 @@ class NearSearch:
         """Shards that have entered, by name: their survey, ordinal and live rows when last entered."""
         entries: dict[str, dict] = {}
         for manifest in self._manifests()[:upto]:
-            for entry in json.loads(manifest.read_text()):
+            for entry in json.loads(manifest.read_text())["shards"]:
                 entries[entry["shard"]] = entry
         return entries
 
@@ -174,7 +174,8 @@ class NearSearch:
         if not entering and known:
             return False
         with Commit(self.directory / f"generation-{len(self._manifests()):04d}.json") as temporary:
-            temporary.write_text(json.dumps(entering, indent=0))
+            manifest = {"task_memory": self.config.task_memory, "shards": entering}
+            temporary.write_text(json.dumps(manifest, indent=0))
         return True
 
     def _reborn(self, entry: dict) -> bool:
@@ -201,13 +202,16 @@ class NearSearch:
 
     def _search(self, number: int) -> None:
         """Place and compare the rows of a generation; commits ``done.json``."""
-        entries = json.loads(self._manifests()[number].read_text())
+        manifest = json.loads(self._manifests()[number].read_text())
+        entries = manifest["shards"]
+        # Tasks are cut by memory: a resume must cut them as they were, whatever it is given now.
+        config = replace(self.config, task_memory=manifest["task_memory"])
         shelf = self._shelf(number + 1)
         rows = sum(entry["alive"] for entry in entries)
         sample = self._sample(entries, shelf, rows) if self.config.method != "phash" else None
         book = self._book(entries, shelf, rows, sample)
-        counts = self._spill(number, entries, book, shelf)
-        pairs = self._compare(number, book, shelf)
+        counts = self._spill(number, entries, book, shelf, config)
+        pairs = self._compare(number, book, shelf, config)
         recall = self._recall(sample, pairs)
         with Commit(self._done(number)) as temporary:
             temporary.write_text(
@@ -294,15 +298,15 @@ class NearSearch:
         return Codebook(centroids, rotation(width, sketch, self.config.seed), margin, reach, visits)
 
     def _spill(
-        self, number: int, entries: list[dict], book: Codebook | HashBands, shelf: Shelf
+        self, number: int, entries: list[dict], book: Codebook | HashBands, shelf: Shelf, config: NearConfig
     ) -> tuple[int, int]:
         """Place the entering rows: (rows entered, rows not usable)."""
         if isinstance(book, Codebook):
             sketch, placements = book.rotation.shape[1], book.placements
         else:
             sketch, placements = 0, float(len(book.edges) - 1)
-        lane = payload_bytes(self.config, shelf.width, sketch)
-        most = batch_rows(self.config, shelf.width, book.clusters, lane, placements)
+        lane = payload_bytes(config, shelf.width, sketch)
+        most = batch_rows(config, shelf.width, book.clusters, lane, placements)
         earlier = tuple(self._spills(number))
         tasks: list[SpillTask] = []
         batch: list[tuple[int, str]] = []
@@ -314,32 +318,28 @@ class NearSearch:
                 target = self._generation(number) / f"spill-{len(tasks):05d}"
                 tasks.append(SpillTask(tuple(batch), earlier, str(target)))
                 batch, filled = [], 0
-        counts = run_all(self.runner, Spill(self.source, book, self.config.method), tasks)
+        counts = run_all(self.runner, Spill(self.source, book, config.method), tasks)
         return sum(entered for entered, _ in counts), sum(unusable for _, unusable in counts)
 
-    def _compare(self, number: int, book: Codebook | HashBands, shelf: Shelf) -> list[str]:
+    def _compare(
+        self, number: int, book: Codebook | HashBands, shelf: Shelf, config: NearConfig
+    ) -> list[str]:
         """Compare the entering rows: paths of the pair files of all generations so far."""
         sections = Sections(
             tuple(self._spills(number)), tuple(map(str, sorted(self._generation(number).glob("spill-*"))))
         )
         sizes = {name: files.sizes() for name, files in sections.open().items()}
-        rows = tile_rows(self.config, shelf.width, self._columns(book))
+        columns = 64
+        if isinstance(book, Codebook) and config.method == "embedding":
+            columns = book.rotation.shape[1]
+        rows = tile_rows(config, shelf.width, columns)
         tasks = [
             CompareTask(units, str(self._generation(number) / f"pairs-{index:06d}"))
             for index, units in enumerate(pack(list(plan_units(sizes, rows))))
         ]
-        run_all(
-            self.runner,
-            Compare(shelf, book, sections, self.config.similarity, self.config.phash_distance),
-            tasks,
-        )
+        compare = Compare(shelf, book, sections, config.similarity, config.phash_distance)
+        run_all(self.runner, compare, tasks)
         return self.pair_files()
-
-    def _columns(self, book: Codebook | HashBands) -> int:
-        """Columns of what is multiplied: the sketch, or the bits of the hash."""
-        return (
-            book.rotation.shape[1] if isinstance(book, Codebook) and self.config.method == "embedding" else 64
-        )
 
     def _recall(self, sample: Sample | None, files: list[str]) -> RecallEstimate:
         """Recall of the drawn rows that did not set the margin. Bands of the hash lose nothing."""

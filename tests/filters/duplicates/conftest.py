@@ -9,6 +9,10 @@ import numpy as np
 import pytest
 
 from filters.duplicates.blocks import Block, MemorySource
+from filters.duplicates.config import NearConfig
+from filters.duplicates.result import DuplicateResult
+from filters.duplicates.search import NearSearch
+from filters.duplicates.tasks import LocalRunner
 
 
 def unit(rows: np.ndarray) -> np.ndarray:
@@ -52,3 +56,31 @@ def make_pool(tmp_path: Path) -> Callable[..., MemorySource]:
         return MemorySource(blocks)
 
     return make
+
+
+def embedding(**settings) -> NearConfig:
+    return NearConfig(**{"method": "embedding", "similarity": 0.9, **settings})
+
+
+def search(source, directory: Path, config: NearConfig | None = None, runner=None) -> DuplicateResult:
+    return NearSearch(source, directory, config or embedding(), runner or LocalRunner()).run()
+
+
+def dropped(result: DuplicateResult) -> list[int]:
+    return result.duplicates().collect()["uid_lo"].to_list()
+
+
+def planted_pool(rows: int, width: int, rng, cosine: float = 0.95, clusters: int = 0):
+    """Unit rows of which the last fifth are near copies of others, shuffled; and the (p, 2) planted pairs."""
+    base = rng.standard_normal((rows - rows // 5, width))
+    if clusters:
+        base = (
+            0.6 * unit(base)
+            + 0.8 * unit(rng.standard_normal((clusters, width)))[rng.integers(0, clusters, len(base))]
+        )
+    base = unit(base)
+    of = rng.choice(len(base), rows // 5, replace=False)
+    order = rng.permutation(rows)
+    place = np.argsort(order)
+    vectors = np.concatenate([base, near_copies(base[of], cosine, rng)])[order]
+    return vectors, np.stack([place[of], place[len(base) + np.arange(len(of))]], axis=1)

@@ -2,50 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
-from conftest import near_copies, unit
+from conftest import dropped, embedding, near_copies, planted_pool, search, unit
 
 from filters.duplicates.blocks import MemorySource
 from filters.duplicates.clusters import Codebook
 from filters.duplicates.config import NearConfig
+from filters.duplicates.near import PAIR
 from filters.duplicates.result import DuplicateResult
 from filters.duplicates.search import NearSearch
-from filters.duplicates.tasks import LocalRunner, RayRunner
-
-
-def embedding(**settings) -> NearConfig:
-    return NearConfig(**{"method": "embedding", "similarity": 0.9, **settings})
-
-
-def search(source, directory: Path, config: NearConfig | None = None, runner=None) -> DuplicateResult:
-    return NearSearch(source, directory, config or embedding(), runner or LocalRunner()).run()
-
-
-def dropped(result: DuplicateResult) -> list[int]:
-    return result.duplicates().collect()["uid_lo"].to_list()
-
-
-def planted_pool(rows: int, width: int, rng, cosine: float = 0.95, clusters: int = 0):
-    """Unit rows of which the last fifth are near copies of others, shuffled; and the (p, 2) planted pairs."""
-    base = rng.standard_normal((rows - rows // 5, width))
-    if clusters:
-        base = (
-            0.6 * unit(base)
-            + 0.8 * unit(rng.standard_normal((clusters, width)))[rng.integers(0, clusters, len(base))]
-        )
-    base = unit(base)
-    of = rng.choice(len(base), rows // 5, replace=False)
-    order = rng.permutation(rows)
-    place = np.argsort(order)
-    vectors = np.concatenate([base, near_copies(base[of], cosine, rng)])[order]
-    return vectors, np.stack([place[of], place[len(base) + np.arange(len(of))]], axis=1)
 
 
 def brute_force(vectors: np.ndarray, similarity: float) -> set[tuple[int, int]]:
@@ -175,7 +141,7 @@ def test_recall_against_brute_force(make_pool, tmp_path, cosine, least, clusters
     truth = brute_force(vectors, config.similarity)
     assert len(truth) >= 1600
     pairs = np.concatenate(
-        [np.fromfile(p, _pair()) for p in NearSearch(None, tmp_path / "out", config, None).pair_files()]
+        [np.fromfile(p, PAIR) for p in NearSearch(None, tmp_path / "out", config, None).pair_files()]
     )
     rows = {tuple(sorted((2000 * (int(a) >> 32) + int(a) % 2**32, 2000 * (int(b) >> 32) + int(b) % 2**32)))
             for a, b in zip(pairs["a"], pairs["b"])}  # fmt: skip
@@ -183,12 +149,6 @@ def test_recall_against_brute_force(make_pool, tmp_path, cosine, least, clusters
     recall = len(rows) / len(truth)
     assert recall >= least
     assert result.recall.low <= recall <= result.recall.high
-
-
-def _pair():
-    from filters.duplicates.near import PAIR
-
-    return PAIR
 
 
 def test_incremental_equals_from_scratch(make_pool, tmp_path):
@@ -288,86 +248,3 @@ def test_hash_alone_finds_every_pair(make_pool, tmp_path):
 def test_hashes_missing_is_an_error_that_says_what_to_do(make_pool, tmp_path):
     with pytest.raises(ValueError, match=r"00000: no perceptual hashes; .*method=embedding"):
         search(make_pool(np.eye(4, dtype=np.float32)), tmp_path / "out", NearConfig())
-
-
-RUN = """
-import os, signal, sys
-from pathlib import Path
-import numpy as np
-from filters.duplicates import compare, search
-from filters.duplicates.blocks import Block, MemorySource
-from filters.duplicates.config import NearConfig
-from filters.duplicates.tasks import LocalRunner
-
-pool, out, after = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-blocks = {}
-for number, path in enumerate(sorted(pool.glob("*.npy"))):
-    n = len(np.load(path, mmap_mode="r"))
-    uid = np.arange(number * 500, number * 500 + n, dtype=np.uint64)
-    blocks[path.stem] = Block(shard=path.stem, embeddings=str(path), uid_hi=uid * 0, uid_lo=uid,
-                              score=np.zeros(n), alive=np.ones(n, bool))
-compare.TASK_WORK = 30_000
-
-class Dying(LocalRunner):
-    def map(self, function, tasks):
-        for index, result in super().map(function, tasks):
-            yield index, result
-            Dying.done = getattr(Dying, "done", 0) + 1
-            if Dying.done == after:
-                (out / "generation-0000" / ".pairs-000099.1.partial").touch()
-                os.kill(os.getpid(), signal.SIGKILL)
-
-config = NearConfig(method="embedding", similarity=.9, clusters=20)
-search.NearSearch(MemorySource(blocks), out, config, Dying()).run()
-"""
-
-
-def test_killed_half_way_and_resumed(make_pool, tmp_path):
-    """Killed while placing rows and again while comparing: the files of an undisturbed run, byte for byte."""
-    make_pool(planted_pool(4000, 32, np.random.default_rng(7))[0])
-    environment = os.environ | {"PYTHONPATH": os.getcwd()}
-    (tmp_path / "killed" / "generation-0000").mkdir(parents=True)
-
-    def run(out: str, kill_after: int) -> int:
-        arguments = [str(tmp_path / "pool"), str(tmp_path / out), str(kill_after)]
-        return subprocess.run([sys.executable, "-c", RUN, *arguments], env=environment).returncode
-
-    # 8 surveys, 8 samples, 8 exact checks, 8 training samples, 1 spill, then comparisons.
-    assert run("killed", 33) == -signal.SIGKILL
-    assert not list((tmp_path / "killed").rglob("pairs-*"))
-    assert run("killed", 33) == -signal.SIGKILL
-    assert list((tmp_path / "killed").rglob("pairs-*"))
-    assert run("killed", 0) == run("whole", 0) == 0
-
-    def files(out: str) -> dict[str, bytes]:
-        paths = (tmp_path / out).rglob("*")
-        return {
-            str(p.relative_to(tmp_path / out)): p.read_bytes()
-            for p in paths
-            if p.is_file() and p.suffix != ".partial"
-        }
-
-    assert files("killed") == files("whole")
-
-
-def test_one_worker_against_two(make_pool, tmp_path, monkeypatch):
-    ray = pytest.importorskip("ray")
-    monkeypatch.setenv("PYTHONPATH", os.getcwd())
-    monkeypatch.setattr("filters.duplicates.compare.TASK_WORK", 30_000)
-    source = make_pool(planted_pool(4000, 32, np.random.default_rng(8))[0])
-    search(source, tmp_path / "one", embedding(clusters=20))
-    ray.init(
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": os.getcwd()}},
-    )
-    try:
-        two = search(source, tmp_path / "two", embedding(clusters=20), RayRunner())
-    finally:
-        ray.shutdown()
-    assert two.dropped > 780
-    for path in sorted(p for p in (tmp_path / "one").rglob("*") if p.is_file()):
-        assert path.read_bytes() == (tmp_path / "two" / path.relative_to(tmp_path / "one")).read_bytes(), (
-            path.name
-        )
