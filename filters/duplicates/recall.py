@@ -17,6 +17,8 @@ from filters.duplicates.near import PAIR, RECHECK, HashTest, candidate_blocks, d
 
 # Pairs that set the margin; planted ones are added when the pool has fewer.
 LEAST_PAIRS = 400
+# Rows that make up the noise of a planted pair.
+MIXED_ROWS = 32
 # Exact pairs kept in all; a pool that is near to itself everywhere would give millions a row.
 MOST_PAIRS = 1_000_000
 
@@ -148,16 +150,15 @@ def crossing_gaps(x: np.ndarray, y: np.ndarray, centroids: np.ndarray) -> np.nda
 
 
 def plant_pairs(vectors: np.ndarray, similarity: float, count: int, rng: np.random.Generator) -> np.ndarray:
-    """Rows at exactly that cosine from ``vectors[i % n]``, moved toward another row: (count, d) float32.
+    """Rows at exactly that cosine from ``vectors[i % n]``: (count, d) float32.
 
-    Moving within the pool crosses cluster borders sooner than moving in a random direction, so a margin set
-    with these is on the safe side.
+    They differ from it by a random mix of pool rows: noise of the pool's covariance, which crosses cluster
+    borders as often as differences between its images do, where noise in all directions alike would not.
     """
     base = vectors[np.arange(count) % len(vectors)]
-    toward = vectors[rng.integers(0, len(vectors), count)]
-    away = (
-        toward - np.einsum("ij,ij->i", toward, base)[:, None] * base + 1e-6 * rng.standard_normal(base.shape)
-    )
+    mixed = rng.integers(0, len(vectors), (count, MIXED_ROWS))
+    away = np.einsum("pm,pmd->pd", rng.standard_normal(mixed.shape), vectors[mixed])
+    away += 1e-6 * rng.standard_normal(away.shape)  # a pool of one direction has no noise of its own
     away, _ = unit_rows(away - np.einsum("ij,ij->i", away, base)[:, None] * base)
     return unit_rows(similarity * base + np.sqrt(1 - similarity**2) * away)[0]
 

@@ -270,11 +270,11 @@ class NearSearch:
     def _margin(self, centroids: np.ndarray, shelf: Shelf, sample: Sample) -> float:
         """Visiting margin that brings the recall for the least similar third of the pool's near pairs.
 
-        Closer pairs are found more often, so the recall holds at the threshold and not only on average. Pairs
-        planted at the threshold make up the number when the pool has few.
+        Closer pairs are found more often, so the recall holds near the threshold and not only on average.
+        LEAST_PAIRS are looked at in any case, planted ones when the pool has fewer.
         """
         pairs = sample.half(second=False)
-        pairs = pairs[np.argsort(pairs["similarity"], kind="stable")][: -(-len(pairs) // 3)]
+        pairs = pairs[np.argsort(pairs["similarity"], kind="stable")][: max(LEAST_PAIRS, len(pairs) // 3)]
         pairs = pairs[:: len(pairs) // (50 * LEAST_PAIRS) + 1]
         others, place = np.unique(pairs["b"], return_inverse=True)
         x = sample.vectors[np.searchsorted(sample.ids, pairs["a"])]
