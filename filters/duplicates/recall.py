@@ -166,13 +166,17 @@ def plant_pairs(vectors: np.ndarray, similarity: float, count: int, rng: np.rand
 def choose_margin(gaps: np.ndarray, recall: float) -> float:
     """Smallest margin under which pairs reach the recall with 90 % confidence (one-sided Clopper-Pearson).
 
-    When there are too few pairs to be that sure, a tenth above the largest gap seen.
+    When there are too few pairs to be that sure, the largest gap is carried on along the tail of a normal
+    distribution, to a third of the loss allowed and by a tenth at least.
     """
     ordered = np.sort(gaps)
     covered = np.arange(1, len(ordered) + 1)
     low = stats.beta.ppf(0.1, covered, len(ordered) - covered + 1)
     enough = np.flatnonzero(low >= recall)
-    return float(ordered[enough[0]]) if len(enough) else float(ordered[-1]) * 1.1
+    if len(enough):
+        return float(ordered[enough[0]])
+    beyond = stats.norm.isf((1 - recall) / 3) / stats.norm.isf(1 / max(len(ordered), 3))
+    return float(ordered[-1] * max(1.1, beyond))
 
 
 def was_found(truth: np.ndarray, files: Sequence[str]) -> np.ndarray:

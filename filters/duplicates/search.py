@@ -263,7 +263,7 @@ class NearSearch:
         )  # unusable rows may have thinned the sample
         centroids = train_centroids(training, self.config, clusters)
         margin = self._margin(centroids, shelf, sample)
-        book = self._sketched(centroids, margin, training)
+        book = self._sketched(centroids, margin, training, sample)
         book.save(path)
         return book
 
@@ -287,7 +287,9 @@ class NearSearch:
             y = np.concatenate([y, planted])
         return choose_margin(crossing_gaps(x, y, centroids), self.config.recall) if len(x) else 0.0
 
-    def _sketched(self, centroids: np.ndarray, margin: float, training: np.ndarray) -> Codebook:
+    def _sketched(
+        self, centroids: np.ndarray, margin: float, training: np.ndarray, sample: Sample
+    ) -> Codebook:
         """The codebook with the sketch that is cheapest for the pairs its clusters bring together."""
         width = training.shape[1]
         look = training[:: max(1, len(training) // LOOK_ROWS)][:LOOK_ROWS]
@@ -297,7 +299,9 @@ class NearSearch:
         met[np.tril_indices(len(look))] = False
         cosines = similarities(look, look)[met][:200_000]
         sketch = choose_sketch(cosines, self.config.similarity, width) if len(cosines) else min(64, width)
-        visits = float((products.max(1)[:, None] - products <= margin).sum(1).mean())
+        # Rows that were not trained on: those that were lie closer to their centroid and visit less.
+        fresh = similarities(sample.vectors if len(sample.vectors) else look, centroids)
+        visits = float((fresh.max(1)[:, None] - fresh <= margin).sum(1).mean())
         reach = sketch_reach(self.config.similarity, sketch, width)
         return Codebook(centroids, rotation(width, sketch, self.config.seed), margin, reach, visits)
 
