@@ -12,6 +12,7 @@ from typing import Any
 from omegaconf import MISSING, DictConfig
 
 from filters.base import Filter
+from filters.duplicates.stage import DedupConfig, DedupStage
 from filters.stage import FilterStage
 from jobs.launch import build, build_target, launch, plain, register
 from pipeline import storage
@@ -41,20 +42,25 @@ class CurateConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     scorer: Any = None
     filters: dict[str, Any] = field(default_factory=dict)
-    stages: list[str] = field(default_factory=lambda: ["filters"])
+    dedup: Any = None
+    stages: list[str] = field(default_factory=lambda: ["filters", "dedup"])
 
 
 def build_stages(config: DictConfig) -> list[Stage]:
     """The links of the chain, in the order in which the configuration names them."""
-    makers = {"filters": _filter_stage}
-    stages = []
+    makers = {"filters": _filter_stage, "dedup": _dedup_stage}
     for name in config.stages:
         if name not in makers:
             raise Refused(f"stages: {name!r} is not a stage; known: {', '.join(makers)}")
-        stages.append(makers[name](config))
+    stages = [makers[name](config) for name in config.stages if name == "filters" or config[name]]
     if not stages:
         raise Refused("stages: name at least one")
     return stages
+
+
+def _dedup_stage(config: DictConfig) -> Stage:
+    home = storage.join(storage.absolute(config.out, "out"), "duplicates")
+    return DedupStage(build(config.dedup, "dedup", DedupConfig), home)
 
 
 def _filter_stage(config: DictConfig) -> Stage:

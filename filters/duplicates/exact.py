@@ -27,7 +27,7 @@ class ExactConfig:
     asked for.
     """
 
-    keys: tuple[str, ...] = ("sha256", "pixels", "url")
+    keys: tuple[str, ...] = ("sha256", "pixel_hash", "url")
     pass_rows: int = PASS_ROWS
 
     def __post_init__(self) -> None:

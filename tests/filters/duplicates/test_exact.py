@@ -13,7 +13,7 @@ from filters.duplicates.exact import ExactConfig, exact_duplicates, normalised_c
 def write_tables(folder: Path, rows: list[dict]) -> list[Path]:
     """Two parquet files of the rows; missing fields are null, every row is alive unless it says otherwise."""
     schema = {"uid_hi": pl.UInt64, "uid_lo": pl.UInt64, "score": pl.Float32, "alive": pl.Boolean}
-    schema |= {"sha256": pl.String, "pixels": pl.UInt64, "url": pl.String, "caption": pl.String}
+    schema |= {"sha256": pl.String, "pixel_hash": pl.UInt64, "url": pl.String, "caption": pl.String}
     filled = [{"uid_hi": 0, "uid_lo": i, "score": 0.0, "alive": True} | row for i, row in enumerate(rows)]
     paths = []
     for name, part in (("a", filled[::2]), ("b", filled[1::2])):
@@ -44,7 +44,7 @@ def test_null_and_empty_keys_and_dead_rows_never_match(tmp_path):
 
 def test_rows_dropped_by_one_key_are_gone_before_the_next(tmp_path):
     # 1 goes for 0 by its bytes; 2 shares pixels with 1 only, and so stays.
-    rows = [{"sha256": "x"}, {"sha256": "x", "pixels": 5}, {"sha256": "y", "pixels": 5}]
+    rows = [{"sha256": "x"}, {"sha256": "x", "pixel_hash": 5}, {"sha256": "y", "pixel_hash": 5}]
     assert find(tmp_path, rows) == [(1, 0, "sha256")]
 
 
@@ -57,16 +57,16 @@ def test_captions_match_after_normalisation_when_asked_for(tmp_path):
 
 
 def test_passes_change_nothing(tmp_path):
-    rows = [{"sha256": str(i % 70), "pixels": i % 56, "score": i % 7} for i in range(400)]
+    rows = [{"sha256": str(i % 70), "pixel_hash": i % 56, "score": i % 7} for i in range(400)]
     one = find(tmp_path, rows)
-    assert {how for *_, how in one} == {"sha256", "pixels"}
+    assert {how for *_, how in one} == {"sha256", "pixel_hash"}
     assert find(tmp_path, rows, pass_rows=30) == one
 
 
 def test_counts_by_key_and_columns_that_no_table_has(tmp_path):
-    tables = write_tables(tmp_path, [{"sha256": "x"}, {"sha256": "x"}, {"pixels": 1}, {"pixels": 1}])
-    config = ExactConfig(keys=("sha256", "pixels", "checksum"))
-    assert exact_duplicates(tables, tmp_path / "out.parquet", config) == {"sha256": 1, "pixels": 1}
+    tables = write_tables(tmp_path, [{"sha256": "x"}, {"sha256": "x"}, {"pixel_hash": 1}, {"pixel_hash": 1}])
+    config = ExactConfig(keys=("sha256", "pixel_hash", "checksum"))
+    assert exact_duplicates(tables, tmp_path / "out.parquet", config) == {"sha256": 1, "pixel_hash": 1}
 
 
 def test_normalised_caption():
