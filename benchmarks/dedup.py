@@ -232,7 +232,7 @@ def main() -> None:
         one.add_argument("--tools", nargs="+", default=tools, choices=list(TOOLS))
         one.add_argument("--kinds", nargs="+", default=kinds)
         one.add_argument("--threads", type=int, default=2)
-        one.add_argument("--recall", type=float, default=0.995)
+        one.add_argument("--recall", type=float, default=0.9995 if name == "speed" else 0.99)
         one.add_argument("--repeats", type=int, default=3 if name == "speed" else 1)
         one.add_argument("--scratch", default=None)
     one = commands.add_parser("phash")
