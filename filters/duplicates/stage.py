@@ -73,7 +73,7 @@ class TableBlocks:
     tables: TableSet
     ids: list[str]
     before: Decisions
-    exact: str  # parquet of rows that the exact pass dropped
+    exact: str | None  # parquet of rows that the exact pass dropped
     tower: str
     score: str | None
     hashed: bool
@@ -92,9 +92,10 @@ class TableBlocks:
         ]
         frame = self.tables.read(shard, columns)
         alive = self.before.read(shard, ["kept"])["kept"].to_numpy().copy()
-        gone = pl.read_parquet(self.exact, columns=["uid_hi", "uid_lo"])
         hi, lo = frame["uid_hi"].to_numpy(), frame["uid_lo"].to_numpy()
-        alive[find_uids(gone["uid_hi"].to_numpy(), gone["uid_lo"].to_numpy(), hi, lo) >= 0] = False
+        if self.exact:
+            gone = pl.read_parquet(self.exact, columns=["uid_hi", "uid_lo"])
+            alive[find_uids(gone["uid_hi"].to_numpy(), gone["uid_lo"].to_numpy(), hi, lo) >= 0] = False
         hashes = None
         if self.hashed:
             alive &= frame["phash"].is_not_null().to_numpy()
