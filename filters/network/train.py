@@ -46,14 +46,14 @@ class TrainConfig:
     """How long and how the network is trained.
 
     samples_seen: pairs drawn in all, each as often as it takes; this, and not the size of the trusted set,
-    is what training costs. batch_size: pairs a step; every other caption of the batch is a negative.
+    is what training costs. batch_size: pairs a step, or all where they are fewer; every other caption of the batch is a negative.
     lr: peak of the learning rate; null is 2e-3 from random weights and 1e-5 from `init`. warmup: share of
     the steps in which it rises. clip_norm: bound of the gradient's norm.
     precision: auto is bf16 on a GPU and fp32 on a CPU. checkpoint_steps: a killed training goes on from
     the last multiple of these.
     """
 
-    samples_seen: int = 128_000
+    samples_seen: int = 160_000
     batch_size: int = 256
     lr: float | None = None
     weight_decay: float = 0.1
@@ -169,7 +169,7 @@ class _Training:
         decoder = Decoder(decode, preprocess)
         self.pairs = TrustedPairs(pool, decoder, self.tokenizer, config.data, config.seed)
         self.held_out = self.pairs.held_out()
-        self.step, self.position, self.seconds = 0, Position(), 0.0
+        self.step, self.seen, self.position, self.seconds = 0, 0, Position(), 0.0
         self.curve: list[CurvePoint] = []
         self._losses: list[float] = []
         self._began = time.monotonic()
@@ -206,6 +206,7 @@ class _Training:
         self.optimizer.step()
         clamp_logit_scale(self.model)
         self.step += 1
+        self.seen += len(batch.images)
         self._losses.append(value)
         self._record(rate)
         return value
@@ -232,7 +233,7 @@ class _Training:
         self.curve.append(
             CurvePoint(
                 step=self.step,
-                samples_seen=self.step * self.config.batch_size,
+                samples_seen=self.seen,
                 learning_rate=rate,
                 loss=float(np.mean(self._losses)),
                 logit_scale=self.model.logit_scale.exp().item(),
@@ -256,12 +257,13 @@ class _Training:
             "request": self.request,
             "shards": self.pairs.digest,
             "step": self.step,
+            "seen": self.seen,
             "position": tuple(self.position),
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "curve": [asdict(p) for p in self.curve],
             "losses": self._losses,
-            "tallies": {k: asdict(t) for k, t in self.pairs.tallies.items()},
+            "tallies": {k: asdict(t) for k, t in list(self.pairs.tallies.items())},
             "seconds": self._seconds(),
         }
         with storage.commit(storage.join(self.out, CHECKPOINT)) as tmp:
@@ -280,7 +282,8 @@ class _Training:
             )
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.step, self.position, self.seconds = state["step"], Position(*state["position"]), state["seconds"]
+        self.step, self.seen, self.seconds = state["step"], state["seen"], state["seconds"]
+        self.position = Position(*state["position"])
         self.curve = [CurvePoint(**p) for p in state["curve"]]
         self._losses = state["losses"]
         self.pairs.tallies = {k: Tally(**t) for k, t in state["tallies"].items()}
@@ -291,7 +294,7 @@ class _Training:
             request=self.request,
             pairs=self.pairs.report(),
             steps=self.step,
-            samples_seen=self.step * self.config.batch_size,
+            samples_seen=self.seen,
             parameters=sum(p.numel() for p in self.model.parameters()),
             device=_device_name(self.device),
             precision=self.precision,

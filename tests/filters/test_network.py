@@ -332,6 +332,13 @@ def test_init_from_a_result_folder(trained, trusted: Path, tmp_path: Path):
     assert result.held_out.auc > 0.9
 
 
+def test_a_set_smaller_than_a_batch(trusted: Path, tmp_path: Path):
+    result = train(tmp_path, trusted / "00000.tar", TrainConfig(samples_seen=2000, batch_size=1000))
+    assert result.steps == 2
+    assert result.samples_seen == 2 * result.pairs["trained_on"]
+    assert result.pairs["trained_on"] + result.pairs["held_out"] == 60
+
+
 KILLED = """
 import os, sys
 from pathlib import Path
