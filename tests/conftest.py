@@ -1,0 +1,46 @@
+"""Fixtures that cost seconds, shared by all tests."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+
+@pytest.fixture(scope="session")
+def tiny_scorer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A randomly initialised model `small`, as a folder that `scorer.weights` loads."""
+    return save_scorer(tmp_path_factory.mktemp("scorer"), seed=0)
+
+
+def save_scorer(folder: Path, seed: int) -> Path:
+    import torch
+    from safetensors.torch import save_file
+
+    from pipeline.scorer import load_open_clip
+
+    torch.manual_seed(seed)
+    model, architecture, _ = load_open_clip("small", None)
+    config = {"model_cfg": architecture, "preprocess_cfg": model.visual.preprocess_cfg}
+    (folder / "open_clip_config.json").write_text(json.dumps(config))
+    save_file(model.state_dict(), folder / "open_clip_model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """One local Ray of two workers for the whole session."""
+    import ray
+
+    ray.init(
+        num_cpus=2, include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False,
+        logging_level="ERROR", runtime_env={"worker_process_setup_hook": "tests.far.register"},
+    )  # fmt: skip
+    yield
+    ray.shutdown()
