@@ -22,9 +22,7 @@ from pipeline.phash import SIDE
 
 Image.init()
 # Formats whose header gives the size that is decoded. Icons hide another image inside; PostScript is a program.
-FORMATS = sorted(
-    {"AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TGA", "TIFF", "WEBP"} & Image.OPEN.keys()
-)
+FORMATS = sorted({"AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP"} & Image.OPEN.keys())
 JPEG_MAGIC = b"\xff\xd8\xff"
 JPEG_END = b"\xff\xd9"
 LUMA = np.array([0.299, 0.587, 0.114], np.float32)

@@ -67,7 +67,9 @@ def jpeg(size: tuple[int, int] = TINY, seed: int = 0) -> bytes:
     return encode(picture(size, seed), quality=90)
 
 
-def sample(n: int, /, key: str | None = None, record: Any = None, **members: bytes | None) -> tuple[str, Members]:
+def sample(
+    n: int, /, key: str | None = None, record: Any = None, **members: bytes | None
+) -> tuple[str, Members]:
     """(key, members by extension): a jpg, a txt and a json with a uid. None leaves a member out."""
     full: dict[str, bytes | None] = {
         "jpg": jpeg(seed=n),

@@ -18,7 +18,18 @@ from pipeline.decode import DecodeConfig, Decoder, ImageRejected
 from pipeline.scorer import Scorer, ScorerConfig
 from tests.build import encode, jpeg, picture
 
-SIZES = [(500, 375), (333, 517), (640, 640), (97, 61), (33, 31), (20, 90), (300, 7), (1, 1), (32, 32), (64, 32)]
+SIZES = [
+    (500, 375),
+    (333, 517),
+    (640, 640),
+    (97, 61),
+    (33, 31),
+    (20, 90),
+    (300, 7),
+    (1, 1),
+    (32, 32),
+    (64, 32),
+]
 
 
 def reference(data: bytes, cfg: PreprocessCfg) -> np.ndarray:
@@ -46,7 +57,9 @@ def test_jpeg_equals_open_clip(size: tuple[int, int], mode: str, side: int) -> N
     assert difference(encode(picture(size, 1, mode), quality=92), PreprocessCfg(size=side)) <= 1
 
 
-@pytest.mark.parametrize("options", [{"progressive": True}, {"subsampling": 0}, {"subsampling": 2}, {"quality": 20}])
+@pytest.mark.parametrize(
+    "options", [{"progressive": True}, {"subsampling": 0}, {"subsampling": 2}, {"quality": 20}]
+)
 def test_kinds_of_jpeg(options: dict[str, Any]) -> None:
     assert difference(encode(picture((201, 155)), **options), PreprocessCfg(size=64)) <= 1
 
@@ -80,7 +93,9 @@ def test_first_frame_of_an_animation() -> None:
     frames = [picture((40, 40), n).quantize(64) for n in range(3)]
     moving = encode(frames[0], "GIF", save_all=True, append_images=frames[1:])
     assert difference(moving, PreprocessCfg(size=32)) <= 1
-    assert difference(moving, PreprocessCfg(size=32)) == difference(encode(frames[0], "GIF"), PreprocessCfg(size=32))
+    assert difference(moving, PreprocessCfg(size=32)) == difference(
+        encode(frames[0], "GIF"), PreprocessCfg(size=32)
+    )
 
 
 def test_exif_rotation_is_left_as_open_clip_leaves_it() -> None:
@@ -179,7 +194,13 @@ def test_cut_or_scrambled_anywhere_is_a_reason_and_never_an_exception(format: st
         data = bytearray(whole[: rng.integers(0, len(whole))] if rng.random() < 0.5 else whole)
         for at in rng.integers(0, max(len(data), 1), 5 if data else 0):
             data[at] = rng.integers(256)
-        assert reason(bytes(data)) in {"ok", "undecodable_image", "truncated_image", "image_too_large", "extreme_aspect"}
+        assert reason(bytes(data)) in {
+            "ok",
+            "undecodable_image",
+            "truncated_image",
+            "image_too_large",
+            "extreme_aspect",
+        }
 
 
 def test_truncated_image_is_kept_on_request() -> None:
@@ -196,9 +217,14 @@ def test_truncated_image_is_kept_on_request() -> None:
 def test_nested_formats_that_hide_their_size_are_refused() -> None:
     """An icon's directory may say 16x16 while the PNG inside it is a bomb; EPS is a program."""
     inner = claiming(30_000, 30_000, "PNG")
-    icon = struct.pack("<HHH", 0, 1, 1) + struct.pack("<BBBBHHII", 16, 16, 0, 0, 1, 32, len(inner), 22) + inner
+    icon = (
+        struct.pack("<HHH", 0, 1, 1) + struct.pack("<BBBBHHII", 16, 16, 0, 0, 1, 32, len(inner), 22) + inner
+    )
     assert reason(icon) == "undecodable_image"
-    assert reason(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 16 16\n%%EndComments\nshowpage\n") == "undecodable_image"
+    assert (
+        reason(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 16 16\n%%EndComments\nshowpage\n")
+        == "undecodable_image"
+    )
 
 
 def _peak_kib(reset: bool = False) -> int:

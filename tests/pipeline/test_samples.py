@@ -116,11 +116,19 @@ def test_json_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
 def test_metadata_is_kept_with_its_declared_type_or_not_at_all(tmp_path: Path) -> None:
     fields = {"n": "int", "x": "float", "s": "str", "b": "bool"}
     sent = record(n=3, x=2, s="t", b=True)
-    assert read(tmp_path, {"json": sent}, json_fields=fields).metadata == {"n": 3, "x": 2.0, "s": "t", "b": True}
+    assert read(tmp_path, {"json": sent}, json_fields=fields).metadata == {
+        "n": 3,
+        "x": 2.0,
+        "s": "t",
+        "b": True,
+    }
     sent = record(n="3", x="2", s=1, b=1)
     assert set(read(tmp_path, {"json": sent}, json_fields=fields).metadata.values()) == {None}
     sent = record(n=True, x=True)
-    assert read(tmp_path, {"json": sent}, json_fields={"n": "int", "x": "float"}).metadata == {"n": None, "x": None}
+    assert read(tmp_path, {"json": sent}, json_fields={"n": "int", "x": "float"}).metadata == {
+        "n": None,
+        "x": None,
+    }
 
 
 def test_an_integer_that_no_column_holds_is_null(tmp_path: Path) -> None:

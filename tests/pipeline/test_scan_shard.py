@@ -40,7 +40,9 @@ def test_every_sample_has_a_row_and_a_reason(tmp_path: Path) -> None:
         ("ok", sample(12, txt=b"caf\xe9")),
     ]
     shard = make_shard(tmp_path / "a.tar", [s for _, s in cases])
-    report, table = scan_shard(shard, tmp_path / "out", decode=DecodeConfig(max_pixels=4000), batch_size=4, threads=2)
+    report, table = scan_shard(
+        shard, tmp_path / "out", decode=DecodeConfig(max_pixels=4000), batch_size=4, threads=2
+    )
     assert statuses(table) == [
         # the cut picture is 96x96, past this pixel limit: the header is judged first
         "image_too_large" if reason == "truncated_image" else reason
@@ -83,7 +85,9 @@ def test_sample_cut_short_by_the_shard(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"<html></html>" * 99, tar([])])
-def test_shards_without_samples_give_an_empty_table(tmp_path: Path, tiny_scorer: Path, content: bytes) -> None:
+def test_shards_without_samples_give_an_empty_table(
+    tmp_path: Path, tiny_scorer: Path, content: bytes
+) -> None:
     (tmp_path / "a.tar").write_bytes(content)
     scorer = Scorer(ScorerConfig(name="tiny", weights=str(tiny_scorer)))
     report, table = scan_shard(str(tmp_path / "a.tar"), tmp_path / "out", scorer=scorer)
@@ -133,8 +137,17 @@ def sidecar(folder: Path, columns: dict[str, Any]) -> None:
 
 
 def test_sidecar_by_uid_in_either_case(tmp_path: Path) -> None:
-    shard = make_shard(tmp_path / "a.tar", [sample(0, record={"uid": uid(0), "original_width": 1}), sample(1), sample(2)])
-    sidecar(tmp_path, {"uid": [uid(1), uid(0).upper(), uid(9)], "original_width": [641, 640, 9], "score_b32": [0.2, 0.3, 0.1]})
+    shard = make_shard(
+        tmp_path / "a.tar", [sample(0, record={"uid": uid(0), "original_width": 1}), sample(1), sample(2)]
+    )
+    sidecar(
+        tmp_path,
+        {
+            "uid": [uid(1), uid(0).upper(), uid(9)],
+            "original_width": [641, 640, 9],
+            "score_b32": [0.2, 0.3, 0.1],
+        },
+    )
     report, table = scan_shard(shard, tmp_path / "out")
     assert table["original_width"].to_list() == [640, 641, None]
     assert table["score_b32"].to_list() == [0.3, 0.2, None]
