@@ -121,7 +121,10 @@ def _result(ref: Any, task: Any) -> Any:
         last = (str(cause).strip().splitlines() or ["no message"])[-1]
         raise WinnowError(f"{_name(task)}: {type(cause).__name__}: {last}") from e
     except RayActorError as e:
-        raise WinnowError(f"{_name(task)}: the worker died {RESTARTS + 1} times on it: {e}") from e
+        lines = str(e).strip().splitlines()  # the last one is what an actor's own constructor raised
+        raise WinnowError(
+            f"{_name(task)}: its worker died {RESTARTS + 1} times: {lines[0]} {lines[-1]}"
+        ) from e
 
 
 def _name(task: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import sys
 import tarfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import polars as pl
 from PIL import Image
 
+from jobs.launch import launch
 from pipeline import storage
 from pipeline.decode import DecodeConfig, Decoder
 from pipeline.samples import PoolConfig
@@ -141,3 +143,16 @@ def contents(folder: Path, suffix: str = "") -> dict[str, bytes]:
     """Every file under a folder by relative name, dot files apart."""
     found = sorted(p for p in folder.rglob(f"*{suffix}") if p.is_file() and not p.name.startswith("."))
     return {str(p.relative_to(folder)): p.read_bytes() for p in found}
+
+
+def call(job: Any, schema: type, *overrides: str) -> int:
+    """Run a job's command line in this process; its exit code."""
+    name = job.__name__.rsplit(".", 1)[1]
+    before, sys.argv = sys.argv, [f"jobs/{name}.py", *overrides]
+    try:
+        launch(name, schema, job.run)
+    except SystemExit as e:
+        return int(e.code or 0)
+    finally:
+        sys.argv = before
+    raise AssertionError("launch returned")

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,6 +34,22 @@ def save_scorer(folder: Path, seed: int) -> Path:
     return folder
 
 
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers as objects of this process: for tests of what is scanned, where Ray itself is not the matter."""
+    from pipeline import cluster
+
+    def run(_workers: Any, actor: Any, args: Any, method: str, tasks: Any) -> Iterator[tuple[Any, Any]]:
+        worker = actor(*args)
+        for task in tasks:
+            yield task, getattr(worker, method)(task)
+
+    monkeypatch.setattr(cluster, "connect", lambda: None)
+    monkeypatch.setattr(cluster, "plan_workers", lambda _config, _units: cluster.Workers(1, 1, 0.0))
+    monkeypatch.setattr(cluster, "worker_device", lambda: "cpu")
+    monkeypatch.setattr(cluster, "map_actors", run)
+
+
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
     """One local Ray of two workers for the whole session."""
@@ -40,7 +57,11 @@ def ray_cluster() -> Iterator[None]:
 
     ray.init(
         num_cpus=2, include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False,
-        logging_level="ERROR", runtime_env={"worker_process_setup_hook": "tests.far.register"},
+        logging_level="ERROR",
+        runtime_env={
+            "worker_process_setup_hook": "tests.far.register",
+            "env_vars": {"PYTHONPATH": str(Path(__file__).parent.parent)},
+        },
     )  # fmt: skip
     yield
     ray.shutdown()

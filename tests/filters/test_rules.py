@@ -83,7 +83,11 @@ def test_basic_filter_equals_datacomps() -> None:
 
 
 def test_original_sizes_come_before_stored_ones() -> None:
-    rows = [("a dog on the grass", 100, 100), ("a dog on the grass", 300, 300), ("a dog on the grass", 300, 300)]
+    rows = [
+        ("a dog on the grass", 100, 100),
+        ("a dog on the grass", 300, 300),
+        ("a dog on the grass", 300, 300),
+    ]
     frame = table(rows, original_width=[400, 100, None], original_height=[400, 100, None])
     assert decide(frame, Rules(min_side=200).verdicts(), None)["kept"].to_list() == [True, False, True]
 

@@ -59,7 +59,16 @@ def test_top_fraction_equals_a_full_sort(rows: list[tuple[float | None, int, int
 
 @pytest.mark.parametrize(
     ("fraction", "n", "count"),
-    [(0.15, 10, 2), (0.15, 20, 3), (0.5, 3, 2), (0.5, 5, 3), (1.0, 7, 7), (0.1, 4, 0), (0.285, 100, 29), (1e-05, 50_000, 1)],
+    [
+        (0.15, 10, 2),
+        (0.15, 20, 3),
+        (0.5, 3, 2),
+        (0.5, 5, 3),
+        (1.0, 7, 7),
+        (0.1, 4, 0),
+        (0.285, 100, 29),
+        (1e-05, 50_000, 1),
+    ],
 )
 def test_count_rounds_halves_up_on_the_decimal_as_written(fraction: float, n: int, count: int) -> None:
     assert top_count(fraction, n) == count
