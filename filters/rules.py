@@ -35,7 +35,7 @@ class Rules(Filter):
             value = getattr(self, key)
             if value is not None and value < 0:
                 raise ValueError(f"{key}={value}: must be null or at least 0")
-        if self.max_aspect is not None and self.max_aspect < 1:
+        if self.max_aspect is not None and not self.max_aspect >= 1:
             raise ValueError(f"max_aspect={self.max_aspect}: must be null or at least 1")
 
     def columns(self) -> list[str]:

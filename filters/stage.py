@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import polars as pl
+import pyarrow as pa
 
 from filters.base import Filter, Verdict
 from pipeline import reasons
@@ -48,16 +49,21 @@ class FilterStage:
             yield shard, decide(frame, verdicts, repeated.get(shard))
 
     def _check_columns(self, chain: Chain) -> None:
-        """Refuse a column that no table has, before any work; one that some tables lack is null there."""
-        have: set[str] = set()
+        """Refuse a column that no table has or that is no number, before any work; where a table lacks it, it is null."""
+        have: dict[str, pa.DataType] = {}
         for shard in chain.ids[:: max(1, len(chain.ids) // 64)]:
-            have |= set(chain.tables.columns(shard))
+            have |= {f.name: f.type for f in chain.tables.schema(shard)}
         optional = {"original_width", "original_height"}
         for f in self.filters:
             for column in f.columns():
-                if column not in have | optional:
+                if column not in have.keys() | optional:
                     known = ", ".join(sorted(have))
                     raise Refused(f"filters.{f.name}: the pool has no column {column!r}; it has: {known}")
+            for column in f.numbers():
+                if not pl.from_arrow(pa.array([], have[column])).dtype.is_numeric():
+                    raise Refused(
+                        f"filters.{f.name}: column {column!r} is {have[column]}, it must be numeric"
+                    )
 
 
 def decide(frame: pl.DataFrame, verdicts: Sequence[Verdict], repeated: np.ndarray | None) -> pl.DataFrame:

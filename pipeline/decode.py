@@ -20,6 +20,9 @@ from torchvision.io import ImageReadMode, decode_jpeg
 
 from pipeline.phash import gray_thumbnail
 
+Image.init()
+# Formats whose header gives the size that is decoded. Icons hide another image inside; PostScript is a program.
+FORMATS = sorted({"AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP"} & Image.OPEN.keys())
 JPEG_MAGIC = b"\xff\xd8\xff"
 JPEG_END = b"\xff\xd9"
 
@@ -43,7 +46,7 @@ class DecodeConfig:
         for key in ("max_pixels", "max_bytes"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key}={getattr(self, key)}: must be at least 1")
-        if self.max_aspect < 1:
+        if not self.max_aspect >= 1:
             raise ValueError(f"max_aspect={self.max_aspect}: must be at least 1")
 
 
@@ -90,7 +93,7 @@ class Decoder:
     def __call__(self, data: bytes) -> Decoded:
         """Raises ImageRejected; nothing else for any content."""
         try:
-            image = Image.open(io.BytesIO(data))
+            image = Image.open(io.BytesIO(data), formats=FORMATS)
             size = image.size
         except Exception as e:  # PIL raises many types for damaged headers; each is recorded as a reason
             raise ImageRejected(_classify(data, e), f"{type(e).__name__}: {e}") from None
@@ -117,7 +120,7 @@ class Decoder:
         try:
             frame = decode_jpeg(buffer, mode=ImageReadMode.RGB)
         except RuntimeError:  # PIL decides what is wrong, and knows how to keep a truncated image
-            return self._slow(Image.open(io.BytesIO(data)))
+            return self._slow(Image.open(io.BytesIO(data), formats=FORMATS))
         rows = frame.permute(1, 2, 0)  # decode_jpeg's own memory order
         pixels = None
         if self._square is not None:

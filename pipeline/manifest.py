@@ -33,6 +33,17 @@ VERSIONED = (
     "numpy",
 )
 
+ACCOUNT = {
+    "shard": pl.String,
+    "id": pl.String,
+    "samples": pl.Int64,
+    "kept": pl.Int64,
+    "dropped": pl.Int64,
+    "rejected": pl.Int64,
+    "entries": pl.Int64,
+    "reasons": pl.List(pl.Struct({"reason": pl.String, "count": pl.Int64})),
+}
+
 
 @dataclass(frozen=True)
 class Run:
@@ -93,7 +104,7 @@ def write_outputs(
                 hi, lo = (np.repeat(kept[c].to_numpy(), copies) for c in ("uid_hi", "uid_lo"))
                 sorter.add(hi, lo, number, np.zeros(len(hi), np.uint32))
     written = _write_subset(run.path("subset.npy"), sorter)
-    accounting = pl.DataFrame(accounts)
+    accounting = pl.DataFrame(accounts, schema=ACCOUNT)
     with storage.commit(run.path("accounting.parquet")) as tmp:
         accounting.write_parquet(tmp)
     receipt = _receipt(run, scan, accounting, entries, written, results, about)

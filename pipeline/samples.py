@@ -125,14 +125,16 @@ def _read_json(shard: Shard, members: Sequence[Member]) -> dict[str, Any]:
     if member is None:
         return {}
     try:
-        value = json.loads(shard.read(member).decode("utf-8", "replace"))
-    except ValueError:
+        value = json.loads(shard.read(member).decode("utf-8-sig", "replace"))
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 
 
 def _typed(value: Any, kind: type) -> Any:
-    """`value` when it is of the declared type (an int serves as a float), else None."""
+    """`value` when it is of the declared type (an int serves as a float) and a column can hold it, else None."""
+    if type(value) is int and not -(2**63) <= value < 2**63:
+        return None
     if kind is float and type(value) is int:
         return float(value)
     if type(value) is not kind:

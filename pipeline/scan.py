@@ -204,6 +204,7 @@ def _identity(
     identity = {
         **base,
         "scorer": loaded.identity,
+        "column": scorer.column,
         "fingerprint": loaded.fingerprint,
         "source": {**source, "name": scorer.name},
         "batch_size": scorer.batch_size if gpu else min(scorer.batch_size, CPU_BATCH),

@@ -95,8 +95,10 @@ class ShardScanner:
         notes = Counter({f"passed_over_{k}": n for k, n in index.passed_over.items()})
         notes["duplicate_member"] = index.duplicate_members
         names: list[tuple[str, tuple[int, int]]] = []
-        with self._writers(task.id, schema(metadata, self.column)) as (table, blocks):
-            for chunk in self._chunks(task, shard, index, sidecar, list(metadata)):
+        columns = schema(metadata, self.column)
+        own = [name for name in columns.names if name not in BASE and name != self.column]
+        with self._writers(task.id, columns) as (table, blocks):
+            for chunk in self._chunks(task, shard, index, sidecar, own):
                 table.add(chunk.columns)
                 for block, rows in zip(blocks, chunk.embeddings):
                     block.add(rows)
@@ -105,6 +107,7 @@ class ShardScanner:
                 report.rows += len(chunk.samples)
                 if sidecar:
                     names += [(s.key, s.uid) for s in chunk.samples]
+        storage.remove_tree(self.tables.path(task.id, "unmatched.json"))  # of an earlier scan
         if sidecar:
             notes.update(self._list_unmatched(task.id, sidecar, names))
         report.status = dict(sorted(counts.items()))

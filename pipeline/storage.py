@@ -156,6 +156,7 @@ def commit(path: str) -> Iterator[str]:
         local = os.path.join(folder, name(p))
         yield local
         remote = f"{p}.tmp-{uuid.uuid4().hex[:12]}"
+        fs.makedirs(parent(p), exist_ok=True)
         fs.put_file(local, remote)
         fs.mv(remote, p)
 

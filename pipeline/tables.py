@@ -114,9 +114,12 @@ class TableSet:
     def identity(self) -> dict[str, Any]:
         return storage.read_json(storage.join(self.folder, "set.json"))
 
-    def columns(self, shard: str) -> list[str]:
+    def schema(self, shard: str) -> pa.Schema:
         with storage.open_file(self.path(shard, "parquet")) as f:
-            return pq.read_schema(f).names
+            return pq.read_schema(f)
+
+    def columns(self, shard: str) -> list[str]:
+        return self.schema(shard).names
 
     def read(self, shard: str, columns: Sequence[str]) -> pl.DataFrame:
         """Rows of one shard in shard order; a column that this table lacks comes as nulls."""

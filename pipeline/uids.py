@@ -84,8 +84,8 @@ def repeated_uids(tables: TableSet, ids: Sequence[str]) -> dict[str, np.ndarray]
 
 
 def load_subset(path: str) -> np.ndarray:
-    """A subset file as a sorted `u8,u8` array, whatever its order on disk. Raises ValueError for another dtype."""
-    subset = np.load(path, mmap_mode="r")
+    """A subset file as a sorted `u8,u8` array, whatever its order on disk. Raises ValueError for any other file."""
+    subset = np.lib.format.open_memmap(path, mode="r")
     if subset.ndim != 1 or subset.dtype != SUBSET:
         raise ValueError(f"{path}: dtype {subset.dtype} {subset.shape}, a subset file is 1-D u8,u8")
     order = np.lexsort((subset["f1"], subset["f0"]))
