@@ -33,7 +33,7 @@ VERSIONED = (
     "numpy",
 )
 
-ACCOUNT = {
+ACCOUNT: dict[str, Any] = {
     "shard": pl.String,
     "id": pl.String,
     "samples": pl.Int64,
