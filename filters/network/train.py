@@ -46,7 +46,8 @@ class TrainConfig:
     """How long and how the network is trained.
 
     samples_seen: pairs drawn in all, each as often as it takes; this, and not the size of the trusted set,
-    is what training costs. batch_size: pairs a step, or all where they are fewer; every other caption of the batch is a negative.
+    is what training costs. batch_size: pairs a step, or all where they are fewer; every other caption of
+    the batch is a negative.
     lr: peak of the learning rate; null is 2e-3 from random weights and 1e-5 from `init`. warmup: share of
     the steps in which it rises. clip_norm: bound of the gradient's norm.
     precision: auto is bf16 on a GPU and fp32 on a CPU. checkpoint_steps: a killed training goes on from
