@@ -33,18 +33,16 @@ VERSIONED = (
     "numpy",
 )
 
-ACCOUNT = pl.Schema(
-    {
-        "shard": pl.String,
-        "id": pl.String,
-        "samples": pl.Int64,
-        "kept": pl.Int64,
-        "dropped": pl.Int64,
-        "rejected": pl.Int64,
-        "entries": pl.Int64,
-        "reasons": pl.List(pl.Struct({"reason": pl.String, "count": pl.Int64})),
-    }
-)
+ACCOUNT: dict[str, Any] = {
+    "shard": pl.String,
+    "id": pl.String,
+    "samples": pl.Int64,
+    "kept": pl.Int64,
+    "dropped": pl.Int64,
+    "rejected": pl.Int64,
+    "entries": pl.Int64,
+    "reasons": pl.List(pl.Struct({"reason": pl.String, "count": pl.Int64})),
+}
 
 
 @dataclass(frozen=True)

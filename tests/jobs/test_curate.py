@@ -19,7 +19,7 @@ import pytest
 
 from jobs import curate, reshard
 from pipeline import storage
-from pipeline.samples import IMAGE_EXTS
+from pipeline.samples import IMAGE_EXTS, format_uid, synthetic_uid
 from pipeline.uids import SUBSET
 from tests.build import call, contents, halves, jpeg, make_pool, make_shard, sample, tar, uid
 
@@ -232,8 +232,8 @@ def refusal(err: str) -> str:
         ("+filters.dfn.similarity=2", "filters.dfn.similarity"),
         ("filters=[dnf]", "choose from basic, caption, column, dfn, image"),
         ("+filters.mine.min_words=3", "filters.mine"),
-        ("+filters.mine={_target_: filters.rules.Rulez}", "filters.mine._target_=filters.rules.Rulez"),
-        ("filters=[basic]", None),  # a good one among the bad, changed below
+        ("+filters.mine={_target_:filters.rules.Rulez}", "filters.mine._target_=filters.rules.Rulez"),
+        ("filters.dfn=null", "filters.dfn: must be a mapping with a _target_"),
         ("pol.shards=x", "pol.shards: there is no such key"),
         ("pool.missing=ignore", "pool.missing=ignore: must be error or skip"),
         ("pool.invalid_uid=drop", "pool.invalid_uid=drop: must be reject or synthesise"),
@@ -256,6 +256,15 @@ def refusal(err: str) -> str:
         ("scorer.batch_size=0", "scorer.batch_size=0: must be at least 1"),
         ("scorer.name=a-b", "scorer.name=a-b: must be letters, digits and underscores"),
         ("scorer.weights=/nowhere", "weights=/nowhere: no such folder or file"),
+        (
+            "filters=[basic] filters.basic.min_words=-1",
+            "filters.basic.min_words=-1: must be null or at least 0",
+        ),
+        (
+            "filters=[image] filters.image.max_aspect=0.5",
+            "filters.image.max_aspect=0.5: must be null or at least 1",
+        ),
+        ("filters=[column] filters.column.threshold=1", "filters.column.column: must be given"),
         ("stages=[filter]", "stages: 'filter' is not a stage; known: filters"),
         ("stages=[]", "stages: name at least one"),
         ("run=a/b", "run=a/b: must be a plain name"),
@@ -264,12 +273,15 @@ def refusal(err: str) -> str:
     ],
 )
 def test_wrong_overrides_are_refused_in_one_line_before_any_work(
-    override: str, says: str | None, pool: Path, tiny_scorer: Path, tmp_path: Path,
+    override: str, says: str, pool: Path, tiny_scorer: Path, tmp_path: Path,
     capfd: pytest.CaptureFixture[str], in_process: None,
 ) -> None:  # fmt: skip
-    if says is None:
-        override, says = "filters.dfn=null", "filters.dfn"
-    code = call(curate, curate.CurateConfig, *arguments(pool, tmp_path / "out", tiny_scorer), override)
+    base = [
+        a
+        for a in arguments(pool, tmp_path / "out", tiny_scorer)
+        if not a.startswith("filters") or "[" not in override
+    ]
+    code = call(curate, curate.CurateConfig, *base, *override.split(" "))
     err = capfd.readouterr().err
     assert code == 2, err
     assert says in refusal(err)
@@ -367,6 +379,29 @@ def test_shards_load_in_open_clips_own_loader(curated: Path) -> None:
     captions = [f"a picture of thing number {n}" for n in range(12)]
     assert info.dataloader.num_samples == 12
     assert seen == Counter(tuple(row.tolist()) for row in open_clip.get_tokenizer("small")(captions))
+
+
+@pytest.mark.usefixtures("in_process")
+def test_names_and_captions_of_the_wild_are_written_safely(tmp_path: Path) -> None:
+    overrides = small(tmp_path)
+    make_shard(
+        tmp_path / "pool" / "00003.tar",
+        [
+            sample(70, key="../../escape"),
+            sample(71, key="Straße.v1/猫", txt=b"caf\xe9 by night\0"),
+            sample(72, txt=None, record={"uid": uid(72).upper(), "caption": "null and nan"}),
+            sample(73, json=None),
+        ],
+    )
+    assert call(curate, curate.CurateConfig, *overrides) == 0
+    assert call(reshard, reshard.ReshardConfig, f"out={tmp_path}/out", f"to={tmp_path}/train") == 0
+    found = {k.partition("/")[2]: m for k, m in written(tmp_path / "train")}
+    assert found[f"{uid(70)}-0"]["txt"] == sample(70)[1]["txt"]
+    assert found[f"{uid(71)}-0"]["txt"].decode() == "caf\ufffd by night\ufffd"
+    assert found[f"{uid(72)}-0"]["txt"] == b"null and nan"
+    made = format_uid(*synthetic_uid("00003.tar", "00073"))
+    assert set(found[f"{made}-0"]) == {"jpg", "txt"}
+    assert not list(tmp_path.rglob("*escape*"))
 
 
 def subset_file(path: Path, numbers: list[int]) -> Path:
