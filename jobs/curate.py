@@ -12,17 +12,21 @@ from typing import Any
 from omegaconf import MISSING, DictConfig
 
 from filters.base import Filter
+from filters.duplicates.stage import DedupConfig, DedupStage
+from filters.leakage_stage import LeakageStage, LeakageStageConfig
 from filters.stage import FilterStage
-from jobs.launch import build, build_target, launch, plain
+from jobs.launch import build, build_target, launch, plain, register
 from pipeline import storage
 from pipeline.cluster import ClusterConfig
 from pipeline.decisions import Stage, run_chain
 from pipeline.decode import DecodeConfig
 from pipeline.errors import Refused
+from pipeline.evaluation import as_shards
 from pipeline.manifest import Run, write_outputs
 from pipeline.samples import PoolConfig
-from pipeline.scan import ErrorBudget, scan
+from pipeline.scan import ErrorBudget, Scan, scan
 from pipeline.scorer import ScorerConfig
+from pipeline.tables import digest_json
 
 
 @dataclass(kw_only=True)
@@ -41,20 +45,47 @@ class CurateConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     scorer: Any = None
     filters: dict[str, Any] = field(default_factory=dict)
-    stages: list[str] = field(default_factory=lambda: ["filters"])
+    leakage: LeakageStageConfig = field(default_factory=LeakageStageConfig)
+    dedup: Any = None
+    stages: list[str] = field(default_factory=lambda: ["filters", "leakage", "dedup"])
 
 
 def build_stages(config: DictConfig) -> list[Stage]:
     """The links of the chain, in the order in which the configuration names them."""
-    makers = {"filters": _filter_stage}
-    stages = []
+    makers = {"filters": _filter_stage, "leakage": _leakage_stage, "dedup": _dedup_stage}
     for name in config.stages:
         if name not in makers:
             raise Refused(f"stages: {name!r} is not a stage; known: {', '.join(makers)}")
-        stages.append(makers[name](config))
+    stages = [makers[name](config) for name in config.stages if _wanted(config, name)]
     if not stages:
         raise Refused("stages: name at least one")
     return stages
+
+
+def _wanted(config: DictConfig, name: str) -> bool:
+    """A stage whose config group is `none`, or that has nothing to look for, is passed over."""
+    return name == "filters" or bool(config[name].sets if name == "leakage" else config[name])
+
+
+def _leakage_stage(config: DictConfig) -> Stage:
+    out = storage.absolute(config.out, "out")
+
+    def scan_set(name: str, path: str) -> Scan:
+        where = storage.absolute(path, f"leakage.sets.{name}")
+        shards = as_shards(
+            where, storage.join(out, "evaluation", name, digest_json(storage.signature(where)))
+        )
+        pool = PoolConfig(shards=shards, default_caption="an image")
+        scorer = build(config.scorer, "scorer", ScorerConfig)
+        decode = build(config.decode, "decode", DecodeConfig)
+        return scan(out, pool, scorer, decode, build(config.cluster, "cluster", ClusterConfig), ErrorBudget())
+
+    return LeakageStage(build(config.leakage, "leakage", LeakageStageConfig), scan_set)
+
+
+def _dedup_stage(config: DictConfig) -> Stage:
+    home = storage.join(storage.absolute(config.out, "out"), "duplicates")
+    return DedupStage(build(config.dedup, "dedup", DedupConfig), home)
 
 
 def _filter_stage(config: DictConfig) -> Stage:
@@ -106,5 +137,7 @@ def _print(run_: Run, receipt: dict[str, Any]) -> None:
     print(f"\n{run_.folder}/ holds subset.npy, manifest.parquet, decisions/ and receipt.json")
 
 
+register("curate", CurateConfig)
+
 if __name__ == "__main__":
-    launch("curate", CurateConfig, run)
+    launch("curate", run)

@@ -12,6 +12,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,9 +28,13 @@ CONF = Path(__file__).resolve().parent.parent / "conf"
 T = TypeVar("T")
 
 
-def launch(name: str, schema: type, run: Callable[[DictConfig], None]) -> None:
-    """Run the job `name` (conf/<name>.yaml, typed by `schema`) and end the process with its exit code."""
+def register(name: str, schema: type) -> None:
+    """Make `schema` the type of conf/<name>.yaml."""
     ConfigStore.instance().store(name=f"{name}_schema", node=schema)
+
+
+def launch(name: str, run: Callable[[DictConfig], None]) -> None:
+    """Run the job `name`, configured by conf/<name>.yaml, and end the process with its exit code."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us whole, and leave in one line
     logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
     for noisy in ("httpx", "huggingface_hub", "ray", "matplotlib"):
@@ -103,14 +108,22 @@ def build(node: DictConfig, key: str, schema: type[T] | None = None) -> T:
     try:
         if schema is not None:
             node = OmegaConf.merge(OmegaConf.structured(schema), node)  # type: ignore[assignment]
+        for name, child in node.items_ex(resolve=False):  # each part by itself first, to name it in full
+            if isinstance(child, DictConfig) and is_dataclass(OmegaConf.get_type(child)):
+                build(child, _dotted(key, str(name)))
         missing = sorted(OmegaConf.missing_keys(node))
         if missing:
-            raise Refused(f"{key}.{missing[0]}: must be given".removeprefix("."))
+            raise Refused(f"{_dotted(key, missing[0])}: must be given")
         return OmegaConf.to_object(node)  # type: ignore[return-value]
     except OmegaConfBaseException as e:
-        raise Refused(f"{key}.{e.full_key}: {_one_line(e).split(';')[0]}") from None
+        raise Refused(f"{_dotted(key, e.full_key)}: {_one_line(e).split(';')[0]}") from None
     except ValueError as e:
-        raise Refused(f"{key}.{e}") from None
+        raise Refused(_dotted(key, str(e))) from None
+
+
+def _dotted(key: str, rest: str | None) -> str:
+    rest = rest or ""
+    return rest if key and rest.startswith(f"{key}.") else f"{key}.{rest}".strip(".")
 
 
 def build_target(node: Any, key: str, base: type) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 import polars as pl
 from omegaconf import MISSING, DictConfig
 
-from jobs.launch import build, launch
+from jobs.launch import build, launch, register
 from pipeline import storage
 from pipeline.cluster import ClusterConfig
 from pipeline.errors import Refused
@@ -84,5 +84,7 @@ def _hex(uid: np.void) -> str:
     return format_uid(int(uid["f0"]), int(uid["f1"]))
 
 
+register("reshard", ReshardConfig)
+
 if __name__ == "__main__":
-    launch("reshard", ReshardConfig, run)
+    launch("reshard", run)

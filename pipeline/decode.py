@@ -18,14 +18,13 @@ from PIL import Image, ImageFile
 from torch.nn.functional import interpolate
 from torchvision.io import ImageReadMode, decode_jpeg
 
-from pipeline.phash import SIDE
+from pipeline.phash import gray_thumbnail
 
 Image.init()
 # Formats whose header gives the size that is decoded. Icons hide another image inside; PostScript is a program.
 FORMATS = sorted({"AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP"} & Image.OPEN.keys())
 JPEG_MAGIC = b"\xff\xd8\xff"
 JPEG_END = b"\xff\xd9"
-LUMA = np.array([0.299, 0.587, 0.114], np.float32)
 
 
 @dataclass(kw_only=True)
@@ -128,14 +127,14 @@ class Decoder:
             pixels = _resize_and_crop(frame, *self._square)
         elif self._pil_steps:
             pixels = self._transform(Image.fromarray(rows.numpy()))
-        return Decoded(size[0], size[1], pixels, _thumb(frame), _hash(rows))
+        return Decoded(size[0], size[1], pixels, gray_thumbnail(frame), _hash(rows))
 
     def _slow(self, image: Any) -> Decoded:
         image.load()
         rgb = image.convert("RGB")
         pixels = self._transform(image) if self._pil_steps else None
         rows = torch.from_numpy(np.asarray(rgb).copy())
-        return Decoded(image.width, image.height, pixels, _thumb(rows.permute(2, 0, 1)), _hash(rows))
+        return Decoded(image.width, image.height, pixels, gray_thumbnail(rows.permute(2, 0, 1)), _hash(rows))
 
     def _transform(self, image: Any) -> torch.Tensor:
         for step in self._pil_steps:
@@ -160,17 +159,6 @@ def _resize_and_crop(frame: torch.Tensor, side: int, mode: str) -> torch.Tensor:
         frame = interpolate(frame[None], shape, mode=mode, antialias=True)[0]
     top, left = (round((n - side) / 2.0) for n in frame.shape[1:])
     return frame[:, top : top + side, left : left + side]
-
-
-def _thumb(frame: torch.Tensor) -> np.ndarray:
-    """uint8 (3, H, W) to float32 (32, 32) luma (ITU-R 601 weights, as in JPEG), whole frame.
-
-    Large frames are thinned to about 160 pixels a side first: five samples for each pixel of the thumb.
-    """
-    step = max(1, min(frame.shape[1:]) // (5 * SIDE))
-    thin = frame[:, ::step, ::step].contiguous(memory_format=torch.contiguous_format)
-    small = interpolate(thin[None], (SIDE, SIDE), mode="bilinear", antialias=True)[0]
-    return np.tensordot(LUMA, small.numpy().astype(np.float32), 1)
 
 
 def _hash(rows: torch.Tensor) -> bytes:

@@ -24,6 +24,7 @@ from pipeline.progress import Progress
 from pipeline.samples import IMAGE_EXTS, format_uid, pick
 from pipeline.shards import Member, Shard, open_shard
 from pipeline.tables import TableSet, shard_id
+from pipeline.uids import find_uids
 
 SHARD_FORMAT = "{:08d}.tar"
 COPIED = ("json", "cls")  # beside image and caption
@@ -219,7 +220,7 @@ def manifest_of_subset(subset: np.ndarray, tables: TableSet, ids: Sequence[str],
     with storage.commit(path) as tmp:
         writer: pq.ParquetWriter | None = None
         for _shard, frame in tables.stream(ids, ["uid_hi", "uid_lo", "shard", "key", "status"]):
-            at = _positions(hi, lo, frame["uid_hi"].to_numpy(), frame["uid_lo"].to_numpy())
+            at = find_uids(hi, lo, frame["uid_hi"].to_numpy(), frame["uid_lo"].to_numpy())
             rows = np.flatnonzero((at >= 0) & (frame["status"] == "ok").to_numpy())
             first = np.sort(np.unique(at[rows], return_index=True)[1])
             rows = rows[first]
@@ -238,18 +239,3 @@ def manifest_of_subset(subset: np.ndarray, tables: TableSet, ids: Sequence[str],
         if writer:
             writer.close()
     return unique[~found]
-
-
-def _positions(hi: np.ndarray, lo: np.ndarray, want_hi: np.ndarray, want_lo: np.ndarray) -> np.ndarray:
-    """Index in the sorted unique uids (hi, lo) of each wanted uid, -1 where absent. int64 (n,)."""
-    at = np.searchsorted(hi, want_hi)
-    found = np.full(len(want_hi), -1, np.int64)
-    live = np.arange(len(want_hi))
-    while len(live):  # walk through the uids that share a high half; all but a few end in one step
-        inside = live[at[live] < len(hi)]
-        inside = inside[hi[at[inside]] == want_hi[inside]]
-        hit = lo[at[inside]] == want_lo[inside]
-        found[inside[hit]] = at[inside[hit]]
-        live = inside[~hit]
-        at[live] += 1
-    return found

@@ -23,6 +23,7 @@ class PoolConfig:
     shards: path, glob, braces, folder, URL, or a list of these.
     missing: `error` lists absent shards and stops; `skip` goes on without them.
     caption_field, label_field: json fields that stand in for a txt / cls member.
+    default_caption: what samples without any caption get (labelled images); null rejects them.
     invalid_uid: a json uid that is not 32 hex digits is rejected, or replaced by a synthesised one.
     json_fields: json fields kept as metadata columns, with their types (str, int, float, bool). A column of
         `<stem>.parquet` beside the shard takes precedence.
@@ -31,6 +32,7 @@ class PoolConfig:
     shards: Any
     missing: str = "error"
     caption_field: str = "caption"
+    default_caption: str | None = None
     label_field: str = "label"
     invalid_uid: str = "reject"
     json_fields: dict[str, str] = field(
@@ -159,6 +161,8 @@ def _take_caption(sample: Sample, shard: Shard, record: dict[str, Any], pool: Po
         sample.caption, sample.repaired = clean_text(
             record[pool.caption_field].encode("utf-8", "surrogatepass")
         )
+    else:
+        sample.caption = pool.default_caption
 
 
 def _take_label(sample: Sample, shard: Shard, record: dict[str, Any], pool: PoolConfig) -> None:

@@ -1,0 +1,1 @@
+"""Training a data filtering network on trusted pairs (Fang et al., ICLR 2024)."""
