@@ -103,7 +103,7 @@ def run(config: DictConfig) -> None:
     errors = build(config.errors, "errors", ErrorBudget)
     cluster = build(config.cluster, "cluster", ClusterConfig)
     stages = build_stages(config)
-    if config.out is None or "/" in config.run:
+    if "/" in config.run or config.run in ("", ".", ".."):
         raise Refused(f"run={config.run}: must be a plain name")
     here = Run(storage.absolute(config.out, "out"), config.run)
     seconds: dict[str, float] = {}

@@ -53,6 +53,8 @@ def _exit_code(name: str, run: Callable[[DictConfig], None]) -> int:
             codes.append(_say(str(e), e.exit_code))
         except OmegaConfBaseException as e:
             codes.append(_say(_one_line(e), Refused.exit_code))
+        except OSError as e:  # a full disk, no permission, no network
+            codes.append(_say(str(e), WinnowError.exit_code))
         except KeyboardInterrupt:
             codes.append(
                 _say("interrupted; what is finished is kept, the same command goes on from there", 1)

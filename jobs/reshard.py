@@ -50,30 +50,34 @@ def run(node: DictConfig) -> None:
     manifest, subset = here.path("manifest.parquet"), here.path("subset.npy")
     if config.subset:
         subset = storage.absolute(config.subset, "subset")
-        manifest = _own_manifest(here, subset, config.allow_missing)
+        manifest, subset = _own_selection(here, subset, config.allow_missing)
     count = reshard(manifest, tables, subset, to, config.shard_size, config.cluster)
     samples = storage.read_json(storage.join(to, "meta.json"))["output_count"]
     print(f"{samples:,} samples in {count:,} shards under {to}")
 
 
-def _own_manifest(here: Run, subset: str, allow_missing: bool) -> str:
-    """The manifest of the user's subset, kept in the run's folder. Refuses uids that the pool lacks."""
+def _own_selection(here: Run, subset: str, allow_missing: bool) -> tuple[str, str]:
+    """Manifest and subset.npy of the user's subset, kept in the run's folder. Refuses uids that the pool lacks."""
     try:
         with storage.local_copy(subset) as local:
             uids = load_subset(local)
     except (OSError, ValueError) as e:
         raise Refused(f"subset={subset}: {e}") from None
     ids = pl.read_parquet(storage.read_bytes(here.path("accounting.parquet")))["id"].to_list()
-    path = here.path("subsets", f"{storage.name(subset)}.manifest.parquet")
+    name = storage.name(subset).removesuffix(".npy")
+    path = here.path("subsets", name, "manifest.parquet")
     missing = manifest_of_subset(uids, here.tables(), ids, path)
     if len(missing):
-        listing = here.path("subsets", f"{storage.name(subset)}.missing.txt")
+        listing = here.path("subsets", name, "missing.txt")
         storage.write_bytes(listing, "".join(f"{_hex(u)}\n" for u in missing).encode())
         message = f"subset={subset}: the pool lacks {len(missing)} of its uids, listed in {listing}"
         if not allow_missing:
             raise Refused(f"{message}; allow_missing=true goes on without them")
         print(message)
-    return path
+    used = here.path("subsets", name, "subset.npy")
+    with storage.commit(used) as tmp, open(tmp, "wb") as f:
+        np.save(f, uids[~np.isin(uids, missing)])
+    return path, used
 
 
 def _hex(uid: np.void) -> str:

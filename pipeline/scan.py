@@ -53,8 +53,9 @@ class ErrorBudget:
         for reason, n in counts.most_common():
             allowed = self.by_reason.get(reason, self.max_fraction)
             if n > allowed * total:
-                worst = sorted(reports, key=lambda r: -r.rejected().get(reason, 0))[:5]
-                names = ", ".join(f"{r.shard} ({r.rejected().get(reason, 0)})" for r in worst)
+                shares = [(r.rejected().get(reason, 0), r.shard) for r in reports]
+                worst = sorted(shares, key=lambda s: -s[0])[:5]
+                names = ", ".join(f"{shard} ({count})" for count, shard in worst if count)
                 raise WinnowError(
                     f"{n} of {total:.0f} samples are rejected as {reason}, more than errors.max_fraction={allowed:g}"
                     f" allows; most in: {names}. Mend these shards, or set +errors.by_reason.{reason}=<share>"

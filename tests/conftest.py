@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,7 +58,7 @@ def ray_cluster() -> Iterator[None]:
 
     ray.init(
         num_cpus=2, include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False,
-        logging_level="ERROR",
+        logging_level=logging.ERROR,
         runtime_env={
             "worker_process_setup_hook": "tests.far.register",
             "env_vars": {"PYTHONPATH": str(Path(__file__).parent.parent)},

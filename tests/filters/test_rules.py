@@ -70,7 +70,7 @@ def table(rows: list[tuple[str, int, int]], **columns: object) -> pl.DataFrame:
 def from_conf(name: str) -> Rules:
     node = OmegaConf.to_container(OmegaConf.load(Path("conf/filters") / f"{name}.yaml"))
     assert isinstance(node, dict)
-    return Rules(**{k: v for k, v in node.items() if k != "_target_"})
+    return Rules(**{str(k): v for k, v in node.items() if k != "_target_"})
 
 
 def test_basic_filter_equals_datacomps() -> None:

@@ -35,7 +35,7 @@ SIZES = [
 def reference(data: bytes, cfg: PreprocessCfg) -> np.ndarray:
     """open_clip's own transform up to the tensor, in units of 1/255. float32 (3, H, W)."""
     *steps, to_tensor, _normalise = image_transform_v2(cfg, is_train=False).transforms
-    image = Image.open(io.BytesIO(data))
+    image: Any = Image.open(io.BytesIO(data))
     for step in [*steps, to_tensor]:
         image = step(image)
     return image.numpy() * 255
