@@ -60,11 +60,7 @@ class FilterStage:
                     known = ", ".join(sorted(have))
                     raise Refused(f"filters.{f.name}: the pool has no column {column!r}; it has: {known}")
             for column in f.numbers():
-<<<<<<< HEAD
-                if not pl.Series(pa.array([], have[column])).dtype.is_numeric():
-=======
                 if not (pa.types.is_integer(have[column]) or pa.types.is_floating(have[column])):
->>>>>>> faults
                     raise Refused(
                         f"filters.{f.name}: column {column!r} is {have[column]}, it must be numeric"
                     )
