@@ -1,22 +1,11 @@
 import numpy as np
 import pytest
-import ray
 
 from selection.influence import HeldOut, NpyShard, Rows, fit_head, influence, objective
 from selection.influence.on_ray import ordered_map_on_ray
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    already = ray.is_initialized()
-    if not already:
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield
-    if not already:
-        ray.shutdown()
-
-
-def test_shards_on_ray_give_the_bits_of_one_process(cluster, tmp_path):
+def test_shards_on_ray_give_the_bits_of_one_process(ray_cluster, tmp_path):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(300, 4)).astype(np.float16)
     y = (x[:, 0] + rng.logistic(size=300) > 0).astype(int)

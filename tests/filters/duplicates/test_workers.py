@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 import numpy as np
-import pytest
 from conftest import embedding, planted_pool, search
 
 from filters.duplicates.tasks import RayRunner
@@ -75,22 +74,11 @@ def test_killed_half_way_and_resumed(make_pool, tmp_path, monkeypatch):
     assert files("killed") == files("whole")
 
 
-def test_one_worker_against_two(make_pool, tmp_path, monkeypatch):
-    ray = pytest.importorskip("ray")
-    monkeypatch.setenv("PYTHONPATH", os.getcwd())
+def test_one_worker_against_two(make_pool, tmp_path, monkeypatch, ray_cluster):
     monkeypatch.setattr("filters.duplicates.compare.TASK_WORK", 30_000)
     source = make_pool(planted_pool(4000, 32, np.random.default_rng(8))[0])
     search(source, tmp_path / "one", embedding(clusters=20))
-    ray.init(
-        num_cpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        runtime_env={"env_vars": {"PYTHONPATH": os.getcwd()}},
-    )
-    try:
-        two = search(source, tmp_path / "two", embedding(clusters=20), RayRunner())
-    finally:
-        ray.shutdown()
+    two = search(source, tmp_path / "two", embedding(clusters=20), RayRunner())
     assert two.dropped > 780
     for path in sorted(p for p in (tmp_path / "one").rglob("*") if p.is_file()):
         assert path.read_bytes() == (tmp_path / "two" / path.relative_to(tmp_path / "one")).read_bytes(), (
