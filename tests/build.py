@@ -145,12 +145,12 @@ def contents(folder: Path, suffix: str = "") -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in found}
 
 
-def call(job: Any, schema: type, *overrides: str) -> int:
+def call(job: Any, *overrides: str) -> int:
     """Run a job's command line in this process; its exit code."""
     name = job.__name__.rsplit(".", 1)[1]
     before, sys.argv = sys.argv, [f"jobs/{name}.py", *overrides]
     try:
-        launch(name, schema, job.run)
+        launch(name, job.run)
     except SystemExit as e:
         return int(e.code or 0)
     finally:

@@ -123,7 +123,7 @@ def test_killed_and_resumed_with_one_worker_equals_undisturbed_with_two(
     child.communicate()
     assert child.returncode == -signal.SIGKILL
     assert not (out / "runs" / "default" / "receipt.json").exists()
-    assert call(curate, curate.CurateConfig, *arguments(pool, out, tiny_scorer, "cluster.workers=1")) == 0
+    assert call(curate, *arguments(pool, out, tiny_scorer, "cluster.workers=1")) == 0
     assert receipt(out)["scanned_shards"] < SHARDS
     run = Path("runs") / "default"
     for name in ("subset.npy", "manifest.parquet", "accounting.parquet"):
@@ -132,7 +132,7 @@ def test_killed_and_resumed_with_one_worker_equals_undisturbed_with_two(
     assert contents(out / "features", ".npy") == contents(undisturbed / "features", ".npy")
     for n, folder in enumerate((out, undisturbed)):
         done = call(
-            reshard, reshard.ReshardConfig, f"out={folder}", f"to={tmp_path}/train{n}", "shard_size=20",
+            reshard, f"out={folder}", f"to={tmp_path}/train{n}", "shard_size=20",
             f"cluster.workers={n + 1}",
         )  # fmt: skip
         assert done == 0
@@ -147,7 +147,7 @@ def test_another_threshold_opens_no_shard_and_needs_no_pool(
     away = pool.rename(pool.with_name("away"))
     try:
         again = arguments(pool, undisturbed, tiny_scorer, "filters.dfn.top_fraction=0.25", "run=tighter")
-        assert call(curate, curate.CurateConfig, *again) == 0
+        assert call(curate, *again) == 0
     finally:
         away.rename(pool)
     tighter = receipt(undisturbed, "tighter")
@@ -176,7 +176,7 @@ def test_damaged_shards_stand_in_the_receipt(tmp_path: Path) -> None:
     (tmp_path / "pool" / "00004.tar").write_bytes(b"<html>404")
     make_shard(tmp_path / "pool" / "00005.tar", [])
     (tmp_path / "pool" / "00003_stats.json").write_text('{"successes": 4}')
-    assert call(curate, curate.CurateConfig, *overrides) == 0
+    assert call(curate, *overrides) == 0
     found = receipt(tmp_path / "out")
     assert (found["kept"], found["rejected"], found["adds_up"]) == (14, {"truncated_shard": 2}, True)
     assert found["pool"]["samples"] == 16
@@ -192,7 +192,7 @@ def test_loss_in_a_late_shard_of_a_long_clean_pool_is_counted(tmp_path: Path) ->
     overrides = small(tmp_path)
     make_pool(tmp_path / "pool", 110, 1)
     make_shard(tmp_path / "pool" / "00109.tar", [sample(109, txt=b""), sample(110)])
-    assert call(curate, curate.CurateConfig, *overrides) == 0
+    assert call(curate, *overrides) == 0
     assert receipt(tmp_path / "out")["rejected"] == {"empty_caption": 1}
 
 
@@ -200,12 +200,12 @@ def test_loss_in_a_late_shard_of_a_long_clean_pool_is_counted(tmp_path: Path) ->
 def test_a_filter_that_keeps_nothing_adds_up_and_cannot_be_resharded(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert call(curate, curate.CurateConfig, *small(tmp_path), "filters.caption.min_words=99") == 0
+    assert call(curate, *small(tmp_path), "filters.caption.min_words=99") == 0
     assert (receipt(tmp_path / "out")["kept"], len(np.load(tmp_path / "out/runs/default/subset.npy"))) == (
         0,
         0,
     )
-    assert call(reshard, reshard.ReshardConfig, f"out={tmp_path}/out", f"to={tmp_path}/to") == 2
+    assert call(reshard, f"out={tmp_path}/out", f"to={tmp_path}/to") == 2
     assert "kept no sample" in capfd.readouterr().err
 
 
@@ -265,7 +265,7 @@ def refusal(err: str) -> str:
             "filters.image.max_aspect=0.5: must be null or at least 1",
         ),
         ("filters=[column] filters.column.threshold=1", "filters.column.column: must be given"),
-        ("stages=[filter]", "stages: 'filter' is not a stage; known: filters"),
+        ("stages=[filter]", "stages: 'filter' is not a stage; known: filters, leakage, dedup"),
         ("stages=[]", "stages: name at least one"),
         ("run=a/b", "run=a/b: must be a plain name"),
         ("run=..", "run=..: must be a plain name"),
@@ -281,7 +281,7 @@ def test_wrong_overrides_are_refused_in_one_line_before_any_work(
         for a in arguments(pool, tmp_path / "out", tiny_scorer)
         if not a.startswith("filters") or "[" not in override
     ]
-    code = call(curate, curate.CurateConfig, *base, *override.split(" "))
+    code = call(curate, *base, *override.split(" "))
     err = capfd.readouterr().err
     assert code == 2, err
     assert says in refusal(err)
@@ -292,7 +292,7 @@ def test_wrong_overrides_are_refused_in_one_line_before_any_work(
 @pytest.mark.usefixtures("in_process")
 def test_a_score_cut_without_a_scorer(pool: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     overrides = [f"pool.shards={pool}/*.tar", f"out={tmp_path}/out", "scorer=none"]
-    assert call(curate, curate.CurateConfig, *overrides) == 2
+    assert call(curate, *overrides) == 2
     assert "scorer.name" in refusal(capfd.readouterr().err)
 
 
@@ -307,9 +307,9 @@ def test_refusal_of_the_real_command(pool: Path, tmp_path: Path) -> None:
 def test_failures_are_one_line_and_code_1(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     overrides = small(tmp_path)
     make_shard(tmp_path / "pool" / "00000.tar", [sample(n, txt=b"") for n in range(6)])
-    assert call(curate, curate.CurateConfig, *overrides) == 1
+    assert call(curate, *overrides) == 1
     assert "6 of 14 samples are rejected as empty_caption" in refusal(capfd.readouterr().err)
-    assert call(curate, curate.CurateConfig, *overrides, f"out={tmp_path}/pool/00000.tar/x") == 1
+    assert call(curate, *overrides, f"out={tmp_path}/pool/00000.tar/x") == 1
     assert "00000.tar" in refusal(capfd.readouterr().err)
 
 
@@ -317,7 +317,7 @@ def test_failures_are_one_line_and_code_1(tmp_path: Path, capfd: pytest.CaptureF
 def test_two_runs_into_one_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     overrides = small(tmp_path)
     with storage.lock(str(tmp_path / "out")):
-        assert call(curate, curate.CurateConfig, *overrides) == 2
+        assert call(curate, *overrides) == 2
     assert f"out is in use by process {os.getpid()}" in refusal(capfd.readouterr().err)
 
 
@@ -339,13 +339,13 @@ def written(to: Path) -> list[tuple[str, dict[str, bytes]]]:
 
 @pytest.fixture
 def curated(tmp_path: Path, in_process: None) -> Path:
-    assert call(curate, curate.CurateConfig, *small(tmp_path)) == 0
+    assert call(curate, *small(tmp_path)) == 0
     return tmp_path
 
 
 def test_training_shards_hold_the_stored_bytes(curated: Path) -> None:
     to = curated / "train"
-    assert call(reshard, reshard.ReshardConfig, f"out={curated}/out", f"to={to}", "shard_size=5") == 0
+    assert call(reshard, f"out={curated}/out", f"to={to}", "shard_size=5") == 0
     found = written(to)
     assert [(key, members) for key, members in found] == [
         (f"{n // 5:08d}.tar/{uid(n)}-0", sample(n)[1]) for n in range(12)
@@ -368,7 +368,7 @@ def test_shards_load_in_open_clips_own_loader(curated: Path) -> None:
     from open_clip_train.data import get_wds_dataset
 
     to = curated / "train"
-    assert call(reshard, reshard.ReshardConfig, f"out={curated}/out", f"to={to}", "shard_size=4") == 0
+    assert call(reshard, f"out={curated}/out", f"to={to}", "shard_size=4") == 0
     args = Namespace(
         train_data=f"{to}/{{00000000..00000002}}.tar", train_num_samples=None, dataset_resampled=False,
         train_data_upsampling_factors=None, seed=0, batch_size=4, world_size=1, workers=0,
@@ -393,8 +393,8 @@ def test_names_and_captions_of_the_wild_are_written_safely(tmp_path: Path) -> No
             sample(73, json=None),
         ],
     )
-    assert call(curate, curate.CurateConfig, *overrides) == 0
-    assert call(reshard, reshard.ReshardConfig, f"out={tmp_path}/out", f"to={tmp_path}/train") == 0
+    assert call(curate, *overrides) == 0
+    assert call(reshard, f"out={tmp_path}/out", f"to={tmp_path}/train") == 0
     found = {k.partition("/")[2]: m for k, m in written(tmp_path / "train")}
     assert found[f"{uid(70)}-0"]["txt"] == sample(70)[1]["txt"]
     assert found[f"{uid(71)}-0"]["txt"].decode() == "caf\ufffd by night\ufffd"
@@ -412,9 +412,7 @@ def subset_file(path: Path, numbers: list[int]) -> Path:
 def test_subset_of_ones_own_unsorted_and_with_copies(curated: Path) -> None:
     chosen = subset_file(curated / "mine.npy", [11, 2, 7, 2, 0, 2])
     to = curated / "train"
-    done = call(
-        reshard, reshard.ReshardConfig, f"out={curated}/out", f"to={to}", f"subset={chosen}", "shard_size=2"
-    )
+    done = call(reshard, f"out={curated}/out", f"to={to}", f"subset={chosen}", "shard_size=2")
     assert done == 0
     found = written(to)
     assert Counter(key.partition("/")[2] for key, _ in found) == Counter(
@@ -433,10 +431,10 @@ def test_subset_with_unknown_uids(curated: Path, capfd: pytest.CaptureFixture[st
     chosen = subset_file(curated / "mine.npy", [1, 99, 3])
     overrides = [f"out={curated}/out", f"to={curated}/train", f"subset={chosen}"]
     capfd.readouterr()
-    assert call(reshard, reshard.ReshardConfig, *overrides) == 2
+    assert call(reshard, *overrides) == 2
     assert "the pool lacks 1 of its uids" in refusal(capfd.readouterr().err)
     assert (curated / "out/runs/default/subsets/mine/missing.txt").read_text() == uid(99) + "\n"
-    assert call(reshard, reshard.ReshardConfig, *overrides, "allow_missing=true") == 0
+    assert call(reshard, *overrides, "allow_missing=true") == 0
     assert [k.partition("/")[2] for k, _ in written(curated / "train")] == [f"{uid(1)}-0", f"{uid(3)}-0"]
     assert len(np.load(curated / "train" / "sample_ids.npy")) == 2
 
@@ -454,7 +452,7 @@ def test_reshard_refuses(
     overrides: list[str], says: str, curated: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     capfd.readouterr()
-    assert call(reshard, reshard.ReshardConfig, f"out={curated}/out", f"to={curated}/train", *overrides) == 2
+    assert call(reshard, f"out={curated}/out", f"to={curated}/train", *overrides) == 2
     assert says in refusal(capfd.readouterr().err)
 
 
@@ -462,10 +460,10 @@ def test_reshard_into_a_folder_of_something_else(curated: Path, capfd: pytest.Ca
     (curated / "train").mkdir()
     (curated / "train" / "notes.txt").write_text("mine")
     base = [f"out={curated}/out", f"to={curated}/train"]
-    assert call(reshard, reshard.ReshardConfig, *base) == 2
+    assert call(reshard, *base) == 2
     (curated / "train" / "notes.txt").unlink()
-    assert call(reshard, reshard.ReshardConfig, *base) == 0
-    assert call(reshard, reshard.ReshardConfig, *base, "shard_size=3") == 2
+    assert call(reshard, *base) == 0
+    assert call(reshard, *base, "shard_size=3") == 2
     assert "another selection or shard size" in capfd.readouterr().err
 
 
@@ -473,16 +471,16 @@ def test_interrupted_reshard_goes_on_and_a_changed_pool_is_noticed(
     curated: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     base = [f"out={curated}/out", "shard_size=5"]
-    assert call(reshard, reshard.ReshardConfig, *base, f"to={curated}/whole") == 0
-    assert call(reshard, reshard.ReshardConfig, *base, f"to={curated}/part") == 0
+    assert call(reshard, *base, f"to={curated}/whole") == 0
+    assert call(reshard, *base, f"to={curated}/part") == 0
     for lost in ("00000001_stats.json", "00000001.tar", "sizes.json", "00000002_stats.json"):
         (curated / "part" / lost).unlink()
-    assert call(reshard, reshard.ReshardConfig, *base, f"to={curated}/part") == 0
+    assert call(reshard, *base, f"to={curated}/part") == 0
     assert contents(curated / "part") == contents(curated / "whole")
     make_shard(curated / "pool" / "00001.tar", map(sample, range(40, 44)))
     capfd.readouterr()
-    assert call(reshard, reshard.ReshardConfig, *base, f"to={curated}/late") == 1
+    assert call(reshard, *base, f"to={curated}/late") == 1
     assert "is not the one that was scanned; scan again" in refusal(capfd.readouterr().err)
     (curated / "pool" / "00001.tar").unlink()
-    assert call(reshard, reshard.ReshardConfig, *base, f"to={curated}/late") == 2
+    assert call(reshard, *base, f"to={curated}/late") == 2
     assert "the shard is gone" in refusal(capfd.readouterr().err)
