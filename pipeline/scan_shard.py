@@ -220,7 +220,7 @@ class ShardScanner:
         rows = [i for i, s in enumerate(chunk.samples) if s.status == "ok"]
         if rows:
             captions = [chunk.samples[i].caption or "" for i in rows]
-            image[rows], text[rows], score[rows] = self.scorer.embed(torch.stack(pixels), captions)
+            image[rows], text[rows], score[rows] = self.scorer.embed(pixels, captions)
         chunk.columns[self.column] = score
         chunk.embeddings = [image, text]
 

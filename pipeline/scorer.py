@@ -25,6 +25,7 @@ import torch
 from open_clip.transform import PreprocessCfg
 
 from pipeline import storage
+from pipeline.decode import Normalise
 from pipeline.errors import Refused
 
 open_clip.add_model_config(Path(__file__).parent / "models")
@@ -98,8 +99,7 @@ class Scorer:
         }
         model = model.to(self.device).eval()
         self.model = model.to(memory_format=torch.channels_last)
-        mean, std = (torch.tensor(v, device=self.device).view(1, 3, 1, 1) for v in _mean_std(self.preprocess))
-        self._mean, self._std = mean * 255, std * 255
+        self._normalise = Normalise(self.preprocess, self.device)
         self._slots = threading.Semaphore(2) if self.device.type == "cuda" else contextlib.nullcontext()
 
     @property
@@ -107,17 +107,16 @@ class Scorer:
         return fingerprint(self.identity)
 
     def embed(
-        self, pixels: torch.Tensor, captions: Sequence[str]
+        self, pixels: Sequence[torch.Tensor] | torch.Tensor, captions: Sequence[str]
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """uint8 (n, 3, H, W) and n captions to unit image and text embeddings, float32 (n, d), and cosines (n,).
+        """n images, uint8 (3, H, W), and n captions to unit image and text embeddings, float32 (n, d), and cosines (n,).
 
         A zero or non-finite embedding has no direction: its row and its cosine are NaN.
         """
         unique, inverse = np.unique(np.asarray(captions, dtype=object).astype(str), return_inverse=True)
         tokens = self.tokenizer(unique.tolist())
         with self._slots, torch.inference_mode(), self._autocast():
-            x = pixels.to(self.device, non_blocking=True).to(torch.float32)
-            x = ((x - self._mean) / self._std).contiguous(memory_format=torch.channels_last)
+            x = self._normalise(pixels).contiguous(memory_format=torch.channels_last)
             image = _unit(self.model.encode_image(x))
             text = _unit(self.model.encode_text(tokens.to(self.device)))[
                 torch.from_numpy(inverse).to(self.device)
@@ -221,8 +220,3 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
     x = x.to(torch.float32)
     unit = x / x.norm(dim=1, keepdim=True)
     return torch.where(unit.isfinite().all(1, keepdim=True), unit, torch.nan)
-
-
-def _mean_std(cfg: PreprocessCfg) -> tuple[Sequence[float], Sequence[float]]:
-    as_three = [v if isinstance(v, (list, tuple)) else (v,) * 3 for v in (cfg.mean, cfg.std)]
-    return as_three[0], as_three[1]
