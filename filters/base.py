@@ -40,6 +40,10 @@ class Filter(ABC):
     def columns(self) -> list[str]:
         """Table columns that `verdicts` reads."""
 
+    def numbers(self) -> list[str]:
+        """Those of `columns` that must hold numbers."""
+        return []
+
     @abstractmethod
     def verdicts(self) -> list[Verdict]:
         """Ways to fail, in the order in which they are asked."""

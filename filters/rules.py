@@ -35,7 +35,7 @@ class Rules(Filter):
             value = getattr(self, key)
             if value is not None and value < 0:
                 raise ValueError(f"{key}={value}: must be null or at least 0")
-        if self.max_aspect is not None and self.max_aspect < 1:
+        if self.max_aspect is not None and not self.max_aspect >= 1:
             raise ValueError(f"max_aspect={self.max_aspect}: must be null or at least 1")
 
     def columns(self) -> list[str]:
@@ -58,10 +58,14 @@ class Rules(Filter):
         chars = pl.col("caption").str.len_chars()
         found = []
         if self.languages is not None:
-            found.append(Verdict("caption_language", ~pl.col("language").cast(pl.String).is_in(self.languages)))
+            found.append(
+                Verdict("caption_language", ~pl.col("language").cast(pl.String).is_in(self.languages))
+            )
         found += _range("caption_words", words, self.min_words, self.max_words)
         found += _range("caption_chars", chars, self.min_chars, self.max_chars)
-        found += _range("image_side", short, self.min_side, None) + _range("image_side", long, None, self.max_side)
+        found += _range("image_side", short, self.min_side, None) + _range(
+            "image_side", long, None, self.max_side
+        )
         return found + _range("image_aspect", long / short, None, self.max_aspect)
 
 

@@ -40,6 +40,9 @@ class ScoreCut(Filter):
     def columns(self) -> list[str]:
         return [self.column, "uid_hi", "uid_lo"]
 
+    def numbers(self) -> list[str]:
+        return [self.column]
+
     def reasons(self) -> dict[str, str]:
         return {f"{self.name}_below_cut": f"its {self.column} is below the cut of the filter {self.name!r}"}
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import polars as pl
+import pyarrow as pa
 
 from filters.base import Filter, Verdict
 from pipeline import reasons
@@ -38,7 +39,7 @@ class FilterStage:
         def pool(columns: Sequence[str]) -> Iterator[pl.DataFrame]:
             wanted = list(dict.fromkeys([*columns, "status"]))
             for shard, frame in chain.tables.stream(chain.ids, wanted):
-                yield frame.filter(_readable(frame, repeated.get(shard)))
+                yield frame.filter((pl.col("status") == "ok") & ~_mask(len(frame), repeated.get(shard)))
 
         fitted = [f.fit(pool) for f in self.filters]
         verdicts = [v for f in fitted for v in f.verdicts()]
@@ -48,16 +49,21 @@ class FilterStage:
             yield shard, decide(frame, verdicts, repeated.get(shard))
 
     def _check_columns(self, chain: Chain) -> None:
-        """Refuse a column that no table has, before any work; one that some tables lack is null there."""
-        have: set[str] = set()
+        """Refuse a column that no table has or that is no number, before any work; where a table lacks it, it is null."""
+        have: dict[str, pa.DataType] = {}
         for shard in chain.ids[:: max(1, len(chain.ids) // 64)]:
-            have |= set(chain.tables.columns(shard))
+            have |= {f.name: f.type for f in chain.tables.schema(shard)}
         optional = {"original_width", "original_height"}
         for f in self.filters:
             for column in f.columns():
-                if column not in have | optional:
+                if column not in have.keys() | optional:
                     known = ", ".join(sorted(have))
                     raise Refused(f"filters.{f.name}: the pool has no column {column!r}; it has: {known}")
+            for column in f.numbers():
+                if not (pa.types.is_integer(have[column]) or pa.types.is_floating(have[column])):
+                    raise Refused(
+                        f"filters.{f.name}: column {column!r} is {have[column]}, it must be numeric"
+                    )
 
 
 def decide(frame: pl.DataFrame, verdicts: Sequence[Verdict], repeated: np.ndarray | None) -> pl.DataFrame:
@@ -65,11 +71,9 @@ def decide(frame: pl.DataFrame, verdicts: Sequence[Verdict], repeated: np.ndarra
 
     A kept row carries the value and cut of the last verdict that has them.
     """
-    first = pl.DataFrame({"repeated": ~_readable(frame.with_columns(status=pl.lit("ok")), repeated)})
-    frame = frame.with_columns(first)
     out = [
-        Verdict("", pl.col("status") != "ok"),
-        Verdict("duplicate_uid", pl.col("repeated")),
+        Verdict("", pl.col("status") != "ok"),  # the status itself is the reason
+        Verdict("duplicate_uid", _mask(len(frame), repeated)),
         *verdicts,
     ]
     fails = [v.fails.fill_null(True).alias(f"fails{i}") for i, v in enumerate(out)]
@@ -84,7 +88,9 @@ def decide(frame: pl.DataFrame, verdicts: Sequence[Verdict], repeated: np.ndarra
     kept = pl.all_horizontal(~pl.col(f"fails{i}") for i in range(len(out)))
 
     def where(number: list[pl.Expr]) -> pl.Expr:
-        chosen = pl.when(kept).then(number[last]) if last is not None else pl.when(kept).then(pl.lit(None))
+        chosen: Any = (
+            pl.when(kept).then(number[last]) if last is not None else pl.when(kept).then(pl.lit(None))
+        )
         for i in range(len(out)):
             chosen = chosen.when(pl.col(f"fails{i}")).then(number[i])
         return chosen.otherwise(None).cast(pl.Float64)
@@ -104,8 +110,9 @@ def _number(verdict: Verdict) -> pl.Expr:
     return (verdict.value if verdict.value is not None else pl.lit(None)).cast(pl.Float64)
 
 
-def _readable(frame: pl.DataFrame, repeated: np.ndarray | None) -> pl.Series:
-    ok = (frame["status"] == "ok").to_numpy().copy()
-    if repeated is not None:
-        ok[repeated] = False
-    return pl.Series("readable", ok)
+def _mask(n: int, rows: np.ndarray | None) -> pl.Expr:
+    """A boolean column of n rows, true at `rows`."""
+    mask = np.zeros(n, bool)
+    if rows is not None:
+        mask[rows] = True
+    return pl.lit(pl.Series("repeated", mask))

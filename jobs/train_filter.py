@@ -1,36 +1,40 @@
-"""Train a filter network: python -m jobs.train_filter pool.shards=TRUSTED out=DIR model=small"""
+"""Train a data filtering network on trusted pairs.
+
+python -m jobs.train_filter pool.shards='/data/trusted/*.tar' out=/data/filter model=small
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import cast
 
-import hydra
-from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig
 
-from filters.network.result import TrainResult
 from filters.network.train import TrainConfig, train_network
+from jobs.launch import build, launch, register
 from pipeline.decode import DecodeConfig
 from pipeline.samples import PoolConfig
 
 
 @dataclass(kw_only=True)
 class TrainFilterConfig:
-    """pool: shards of trusted pairs. out: folder that `scorer.weights` can then name. model: an open_clip
-    model name. init: null for random weights, a tag of the model, a file, a folder or `hf-hub:org/repo`
-    (the last two bring their own architecture)."""
+    """pool: shards of trusted pairs. out: the folder that `scorer.weights` can then name.
 
-    out: str = MISSING
+    model: an open_clip model name; `small` is a convolutional one at 32 px that two cores train in minutes.
+    init: null for random weights, a tag of the model, a file, a folder or `hf-hub:org/repo` (the last two
+    bring their own architecture).
+    """
+
     pool: PoolConfig = MISSING
+    out: str = MISSING
     model: str = "small"
     init: str | None = None
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
 
 
-def run(config: TrainFilterConfig) -> TrainResult:
-    return train_network(
+def run(node: DictConfig) -> None:
+    config = build(node, "", TrainFilterConfig)
+    result = train_network(
         config.out,
         pool=config.pool,
         decode=config.decode,
@@ -38,16 +42,10 @@ def run(config: TrainFilterConfig) -> TrainResult:
         init=config.init,
         config=config.train,
     )
+    print(f"{result.describe()}\n{config.out}/ holds the network; scorer.weights={config.out} scores with it")
 
 
-ConfigStore.instance().store("train_filter_schema", TrainFilterConfig)
-
-
-@hydra.main(config_path="../conf", config_name="train_filter", version_base="1.3")
-def main(config: DictConfig) -> None:
-    result = run(cast(TrainFilterConfig, OmegaConf.to_object(config)))
-    print(f"{config.out}: {result.describe()}")
-
+register("train_filter", TrainFilterConfig)
 
 if __name__ == "__main__":
-    main()
+    launch("train_filter", run)

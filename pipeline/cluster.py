@@ -33,8 +33,10 @@ class ClusterConfig:
             if getattr(self, key) < 0:
                 raise ValueError(f"{key}={getattr(self, key)}: must be 0 (automatic) or more")
         gpus = self.gpus_per_worker
-        if gpus is not None and (gpus < 0 or (gpus > 1 and gpus != int(gpus))):
-            raise ValueError(f"gpus_per_worker={gpus}: must be null, a fraction of one GPU, or a whole number")
+        if gpus is not None and not (0 <= gpus <= 1 or (gpus > 1 and float(gpus).is_integer())):
+            raise ValueError(
+                f"gpus_per_worker={gpus}: must be null, a fraction of one GPU, or a whole number"
+            )
 
 
 @dataclass(frozen=True)
@@ -83,10 +85,10 @@ def map_actors(
     `actor(*args)` is built once a worker. A worker that dies is restarted and its tasks are given out
     again; a task that raises ends the map with that error.
     """
-    remote = ray.remote(
+    remote: Any = ray.remote(
         num_cpus=workers.cpus, num_gpus=workers.gpus, max_restarts=RESTARTS, max_task_retries=RESTARTS
     )(actor)
-    pool = [remote.remote(*args) for _ in range(min(workers.count, len(tasks)))]
+    pool: list[Any] = [remote.remote(*args) for _ in range(min(workers.count, len(tasks)))]
     waiting: dict[Any, tuple[Any, Any]] = {}
     queue = iter(tasks)
 
@@ -116,9 +118,13 @@ def _result(ref: Any, task: Any) -> Any:
         cause = e.cause if isinstance(e.cause, Exception) else e
         if isinstance(cause, WinnowError):
             raise cause from None
-        raise WinnowError(f"{_name(task)}: {type(cause).__name__}: {str(cause).strip().splitlines()[-1:]}") from e
+        last = (str(cause).strip().splitlines() or ["no message"])[-1]
+        raise WinnowError(f"{_name(task)}: {type(cause).__name__}: {last}") from e
     except RayActorError as e:
-        raise WinnowError(f"{_name(task)}: the worker died {RESTARTS + 1} times on it: {e}") from e
+        lines = str(e).strip().splitlines()  # the last one is what an actor's own constructor raised
+        raise WinnowError(
+            f"{_name(task)}: its worker died {RESTARTS + 1} times: {lines[0]} {lines[-1]}"
+        ) from e
 
 
 def _name(task: Any) -> str:
@@ -128,5 +134,3 @@ def _name(task: Any) -> str:
 def worker_device() -> str:
     """The device of the calling Ray worker: its GPU when it was given one, else the CPU."""
     return "cuda" if ray.get_gpu_ids() else "cpu"
-
-

@@ -18,11 +18,13 @@ from PIL import Image, ImageFile
 from torch.nn.functional import interpolate
 from torchvision.io import ImageReadMode, decode_jpeg
 
-from pipeline.phash import SIDE
+from pipeline.phash import gray_thumbnail
 
+Image.init()
+# Formats whose header gives the size that is decoded. Icons hide another image inside; PostScript is a program.
+FORMATS = sorted({"AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP"} & Image.OPEN.keys())
 JPEG_MAGIC = b"\xff\xd8\xff"
 JPEG_END = b"\xff\xd9"
-LUMA = np.array([0.299, 0.587, 0.114], np.float32)
 
 
 @dataclass(kw_only=True)
@@ -44,7 +46,7 @@ class DecodeConfig:
         for key in ("max_pixels", "max_bytes"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key}={getattr(self, key)}: must be at least 1")
-        if self.max_aspect < 1:
+        if not self.max_aspect >= 1:
             raise ValueError(f"max_aspect={self.max_aspect}: must be at least 1")
 
 
@@ -83,13 +85,15 @@ class Decoder:
         if preprocess is None:
             self._pil_steps, self._square = [], None
         else:
-            *self._pil_steps, _to_tensor, _normalise = image_transform_v2(preprocess, is_train=False).transforms
+            *self._pil_steps, _to_tensor, _normalise = image_transform_v2(
+                preprocess, is_train=False
+            ).transforms
             self._square = _square_side(preprocess)
 
     def __call__(self, data: bytes) -> Decoded:
         """Raises ImageRejected; nothing else for any content."""
         try:
-            image = Image.open(io.BytesIO(data))
+            image = Image.open(io.BytesIO(data), formats=FORMATS)
             size = image.size
         except Exception as e:  # PIL raises many types for damaged headers; each is recorded as a reason
             raise ImageRejected(_classify(data, e), f"{type(e).__name__}: {e}") from None
@@ -116,21 +120,21 @@ class Decoder:
         try:
             frame = decode_jpeg(buffer, mode=ImageReadMode.RGB)
         except RuntimeError:  # PIL decides what is wrong, and knows how to keep a truncated image
-            return self._slow(Image.open(io.BytesIO(data)))
+            return self._slow(Image.open(io.BytesIO(data), formats=FORMATS))
         rows = frame.permute(1, 2, 0)  # decode_jpeg's own memory order
         pixels = None
         if self._square is not None:
             pixels = _resize_and_crop(frame, *self._square)
         elif self._pil_steps:
             pixels = self._transform(Image.fromarray(rows.numpy()))
-        return Decoded(*size, pixels, _thumb(frame), _hash(rows))
+        return Decoded(size[0], size[1], pixels, gray_thumbnail(frame), _hash(rows))
 
     def _slow(self, image: Any) -> Decoded:
         image.load()
         rgb = image.convert("RGB")
         pixels = self._transform(image) if self._pil_steps else None
         rows = torch.from_numpy(np.asarray(rgb).copy())
-        return Decoded(*image.size, pixels, _thumb(rows.permute(2, 0, 1)), _hash(rows))
+        return Decoded(image.width, image.height, pixels, gray_thumbnail(rows.permute(2, 0, 1)), _hash(rows))
 
     def _transform(self, image: Any) -> torch.Tensor:
         for step in self._pil_steps:
@@ -157,21 +161,10 @@ def _resize_and_crop(frame: torch.Tensor, side: int, mode: str) -> torch.Tensor:
     return frame[:, top : top + side, left : left + side]
 
 
-def _thumb(frame: torch.Tensor) -> np.ndarray:
-    """uint8 (3, H, W) to float32 (32, 32) luma (ITU-R 601 weights, as in JPEG), whole frame.
-
-    Large frames are thinned to about 160 pixels a side first: five samples for each pixel of the thumb.
-    """
-    step = max(1, min(frame.shape[1:]) // (5 * SIDE))
-    thin = frame[:, ::step, ::step].contiguous(memory_format=torch.contiguous_format)
-    small = interpolate(thin[None], (SIDE, SIDE), mode="bilinear", antialias=True)[0]
-    return np.tensordot(LUMA, small.numpy().astype(np.float32), 1)
-
-
 def _hash(rows: torch.Tensor) -> bytes:
     """xxh3-128 over the shape and the bytes of uint8 (H, W, 3)."""
     h = xxhash.xxh3_128(str(tuple(rows.shape)).encode())
-    h.update(rows.contiguous().numpy())
+    h.update(rows.contiguous().numpy().data)
     return h.digest()
 
 

@@ -23,6 +23,7 @@ class PoolConfig:
     shards: path, glob, braces, folder, URL, or a list of these.
     missing: `error` lists absent shards and stops; `skip` goes on without them.
     caption_field, label_field: json fields that stand in for a txt / cls member.
+    default_caption: what samples without any caption get (labelled images); null rejects them.
     invalid_uid: a json uid that is not 32 hex digits is rejected, or replaced by a synthesised one.
     json_fields: json fields kept as metadata columns, with their types (str, int, float, bool). A column of
         `<stem>.parquet` beside the shard takes precedence.
@@ -31,6 +32,7 @@ class PoolConfig:
     shards: Any
     missing: str = "error"
     caption_field: str = "caption"
+    default_caption: str | None = None
     label_field: str = "label"
     invalid_uid: str = "reject"
     json_fields: dict[str, str] = field(
@@ -93,7 +95,7 @@ def format_uid(hi: int, lo: int) -> str:
 def read_sample(shard: Shard, shard_name: str, raw: RawSample, pool: PoolConfig) -> Sample:
     """Read everything of a sample but its pixels. Never raises for bad content: see `status`."""
     sample = Sample(raw.key, synthetic_uid(shard_name, raw.key), raw.members)
-    sample.image = _pick(raw.members, IMAGE_EXTS)
+    sample.image = pick(raw.members, IMAGE_EXTS)
     record = _read_json(shard, raw.members)
     if not _take_uid(sample, record, pool):
         sample.status = "invalid_uid"
@@ -111,31 +113,33 @@ def read_sample(shard: Shard, shard_name: str, raw: RawSample, pool: PoolConfig)
     return sample
 
 
-def _pick(members: Sequence[Member], exts: Sequence[str]) -> Member | None:
+def pick(members: Sequence[Member], exts: Sequence[str]) -> Member | None:
     """The member whose whole suffix is one of `exts`, else the first whose last part is."""
     exact = [m for m in members if m.suffix in exts]
     loose = [m for m in members if m.ext in exts]
-    return (exact or loose or [None])[0]
+    return next(iter(exact or loose), None)
 
 
 def _read_json(shard: Shard, members: Sequence[Member]) -> dict[str, Any]:
-    member = _pick(members, ["json"])
+    member = pick(members, ["json"])
     if member is None:
         return {}
     try:
-        value = json.loads(shard.read(member).decode("utf-8", "replace"))
-    except ValueError:
+        value = json.loads(shard.read(member).decode("utf-8-sig", "replace"))
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 
 
 def _typed(value: Any, kind: type) -> Any:
-    """`value` when it is of the declared type (an int serves as a float), else None."""
+    """`value` when it is of the declared type (an int serves as a float) and a column can hold it, else None."""
+    if type(value) is int and not -(2**63) <= value < 2**63:
+        return None
     if kind is float and type(value) is int:
         return float(value)
     if type(value) is not kind:
         return None
-    return clean_text(value.encode("utf-8", "surrogatepass"))[0] if kind is str else value
+    return clean_text(str(value).encode("utf-8", "surrogatepass"))[0] if kind is str else value
 
 
 def _take_uid(sample: Sample, record: dict[str, Any], pool: PoolConfig) -> bool:
@@ -150,15 +154,19 @@ def _take_uid(sample: Sample, record: dict[str, Any], pool: PoolConfig) -> bool:
 
 
 def _take_caption(sample: Sample, shard: Shard, record: dict[str, Any], pool: PoolConfig) -> None:
-    member = _pick(sample.members, ["txt"])
+    member = pick(sample.members, ["txt"])
     if member is not None:
         sample.caption, sample.repaired = clean_text(shard.read(member))
     elif isinstance(record.get(pool.caption_field), str):
-        sample.caption, sample.repaired = clean_text(record[pool.caption_field].encode("utf-8", "surrogatepass"))
+        sample.caption, sample.repaired = clean_text(
+            record[pool.caption_field].encode("utf-8", "surrogatepass")
+        )
+    else:
+        sample.caption = pool.default_caption
 
 
 def _take_label(sample: Sample, shard: Shard, record: dict[str, Any], pool: PoolConfig) -> None:
-    member = _pick(sample.members, ["cls"])
+    member = pick(sample.members, ["cls"])
     value = record.get(pool.label_field)
     if member is not None:
         sample.label = clean_text(shard.read(member))[0].strip()

@@ -41,7 +41,9 @@ class ErrorBudget:
                 raise ValueError(f"{key}={value}: must lie in [0, 1]")
         unknown = set(self.by_reason) - set(reasons.REJECTED)
         if unknown:
-            raise ValueError(f"by_reason.{min(unknown)}: no such reason; known: {', '.join(reasons.REJECTED)}")
+            raise ValueError(
+                f"by_reason.{min(unknown)}: no such reason; known: {', '.join(reasons.REJECTED)}"
+            )
 
     def check(self, counts: Counter[str], total: float, reports: Iterable[ShardReport]) -> None:
         """Hold counts by reason against `total` samples; `reports` are read only to name the worst shards.
@@ -51,11 +53,12 @@ class ErrorBudget:
         for reason, n in counts.most_common():
             allowed = self.by_reason.get(reason, self.max_fraction)
             if n > allowed * total:
-                worst = sorted(reports, key=lambda r: -r.rejected().get(reason, 0))[:5]
-                names = ", ".join(f"{r.shard} ({r.rejected().get(reason, 0)})" for r in worst)
+                shares = [(r.rejected().get(reason, 0), r.shard) for r in reports]
+                worst = sorted(shares, key=lambda s: -s[0])[:5]
+                names = ", ".join(f"{shard} ({count})" for count, shard in worst if count)
                 raise WinnowError(
                     f"{n} of {total:.0f} samples are rejected as {reason}, more than errors.max_fraction={allowed:g}"
-                    f" allows; most in: {names}. Mend these shards or set errors.by_reason.{reason}"
+                    f" allows; most in: {names}. Mend these shards, or set +errors.by_reason.{reason}=<share>"
                 )
 
 
@@ -126,7 +129,9 @@ def scan(
     listing = storage.join(tables.folder, f"pool-{digest_json([absolute.shards, absolute.missing])}.json")
     if not reachable:
         if not storage.exists(listing):
-            raise Refused(f"pool.shards={pool.shards}: none of {len(absent)} shards exists, {absent[0]} for one")
+            raise Refused(
+                f"pool.shards={pool.shards}: none of {len(absent)} shards exists, {absent[0]} for one"
+            )
         log.warning("the pool cannot be reached; using the %s of its earlier scan", listing)
         return Scan(tables, [ShardReport(**r) for r in storage.read_json(listing)], column, 0)
     if absent and pool.missing == "error":
@@ -165,7 +170,12 @@ def _find(pool: PoolConfig) -> tuple[list[str], list[str]]:
 
 
 def _identity(
-    out: str, pool: PoolConfig, scorer: ScorerConfig | None, decode: DecodeConfig, workers: ClusterConfig, scan_ahead: bool
+    out: str,
+    pool: PoolConfig,
+    scorer: ScorerConfig | None,
+    decode: DecodeConfig,
+    workers: ClusterConfig,
+    scan_ahead: bool,
 ) -> tuple[dict[str, Any], ScorerConfig | None]:
     """What decides the content of tables, and the scorer with its precision settled.
 
@@ -195,6 +205,7 @@ def _identity(
     identity = {
         **base,
         "scorer": loaded.identity,
+        "column": scorer.column,
         "fingerprint": loaded.fingerprint,
         "source": {**source, "name": scorer.name},
         "batch_size": scorer.batch_size if gpu else min(scorer.batch_size, CPU_BATCH),
@@ -225,7 +236,9 @@ def _divide(tables: TableSet, found: list[str]) -> tuple[dict[str, ShardReport],
             done[name] = report
         else:
             tasks.append(
-                ShardTask(shard=shard, id=name, signature=mark, sidecar=beside, promised=counts.promised(shard))
+                ShardTask(
+                    shard=shard, id=name, signature=mark, sidecar=beside, promised=counts.promised(shard)
+                )
             )
     return done, tasks
 
@@ -261,7 +274,9 @@ def _run(
             progress.step(report.samples)
             counts.update(report.rejected())
             samples += report.samples
-            if samples >= BUDGET_MINIMUM:  # stop early only for what the shards still to come cannot make good
+            if (
+                samples >= BUDGET_MINIMUM
+            ):  # stop early only for what the shards still to come cannot make good
                 expected = samples * total / (len(done) + len(fresh))
                 errors.check(counts, expected, fresh.values())
     return fresh

@@ -42,8 +42,7 @@ class Chunk:
 
     samples: list[Sample]
     columns: dict[str, Any]
-    image: np.ndarray | None = None
-    text: np.ndarray | None = None
+    embeddings: list[np.ndarray] = field(default_factory=list)  # image, text; none without a scorer
 
 
 @dataclass
@@ -85,7 +84,9 @@ class ShardScanner:
     def _write(self, task: ShardTask, shard: Shard, digest: str) -> ShardReport:
         index = shard.index(task.promised)
         sidecar = sidecars.read(sidecars.path_of(task.shard)) if task.sidecar else None
-        metadata = {k: TYPES[kind] for k, kind in self.pool.json_fields.items()} | (sidecar.types if sidecar else {})
+        metadata = {k: TYPES[kind] for k, kind in self.pool.json_fields.items()} | (
+            sidecar.types if sidecar else {}
+        )
         report = ShardReport(
             shard=task.shard, id=task.id, signature=task.signature, sidecar=task.sidecar, digest=digest,
             lost=index.lost, damage=index.reason, detail=index.detail,
@@ -94,17 +95,19 @@ class ShardScanner:
         notes = Counter({f"passed_over_{k}": n for k, n in index.passed_over.items()})
         notes["duplicate_member"] = index.duplicate_members
         names: list[tuple[str, tuple[int, int]]] = []
-        with self._writers(task.id, schema(metadata, self.column)) as (table, image, text):
-            for chunk in self._chunks(task, shard, index, sidecar, list(metadata)):
+        columns = schema(metadata, self.column)
+        own = [name for name in columns.names if name not in BASE and name != self.column]
+        with self._writers(task.id, columns) as (table, blocks):
+            for chunk in self._chunks(task, shard, index, sidecar, own):
                 table.add(chunk.columns)
-                if chunk.image is not None and chunk.text is not None:
-                    image.add(chunk.image)
-                    text.add(chunk.text)
+                for block, rows in zip(blocks, chunk.embeddings):
+                    block.add(rows)
                 counts.update(chunk.columns["status"])
                 notes["repaired_caption"] += sum(s.repaired for s in chunk.samples)
                 report.rows += len(chunk.samples)
                 if sidecar:
                     names += [(s.key, s.uid) for s in chunk.samples]
+        storage.remove_tree(self.tables.path(task.id, "unmatched.json"))  # of an earlier scan
         if sidecar:
             notes.update(self._list_unmatched(task.id, sidecar, names))
         report.status = dict(sorted(counts.items()))
@@ -113,28 +116,37 @@ class ShardScanner:
         return report
 
     @contextlib.contextmanager
-    def _writers(self, shard: str, table_schema: Any) -> Iterator[tuple[TableWriter, BlockWriter, BlockWriter]]:
+    def _writers(self, shard: str, table_schema: Any) -> Iterator[tuple[TableWriter, list[BlockWriter]]]:
         """Writers of the table and of both embedding blocks, committed together at the end."""
         with contextlib.ExitStack() as stack:
-            table = TableWriter(stack.enter_context(storage.commit(self.tables.path(shard, "parquet"))), table_schema)
-            blocks = []
+            table = TableWriter(
+                stack.enter_context(storage.commit(self.tables.path(shard, "parquet"))), table_schema
+            )
+            blocks: list[BlockWriter] = []
             if self.scorer:
                 for tower in ("image", "text"):
                     path = stack.enter_context(storage.commit(self.tables.path(shard, f"{tower}.npy")))
                     blocks.append(BlockWriter(path, self.scorer.embed_dim))
-            image, text = blocks or (None, None)
-            yield table, image, text  # type: ignore[misc]
-            for writer in (table, *blocks):
-                writer.close()
+            yield table, blocks
+            table.close()
+            for block in blocks:
+                block.close()
 
     def _chunks(
-        self, task: ShardTask, shard: Shard, index: ShardIndex, sidecar: sidecars.Sidecar | None, metadata: list[str]
+        self,
+        task: ShardTask,
+        shard: Shard,
+        index: ShardIndex,
+        sidecar: sidecars.Sidecar | None,
+        metadata: list[str],
     ) -> Iterator[Chunk]:
         """Chunks in shard order; a bounded number is in work at a time."""
         waiting: deque[Future[Chunk]] = deque()
         for start in range(0, len(index.samples), self.batch_size):
             raws = index.samples[start : start + self.batch_size]
-            waiting.append(self._pool.submit(self._chunk, task, shard, raws, index.incomplete, sidecar, metadata))
+            waiting.append(
+                self._pool.submit(self._chunk, task, shard, raws, index.incomplete, sidecar, metadata)
+            )
             if len(waiting) > self.threads:
                 yield waiting.popleft().result()
         while waiting:
@@ -171,7 +183,9 @@ class ShardScanner:
     def _decode(self, shard: Shard, samples: list[Sample], columns: dict[str, Any]) -> list[torch.Tensor]:
         """Fill the pixel columns; returns the model inputs of the samples that are ok, in order."""
         n = len(samples)
-        columns.update({k: [None] * n for k in ("detail", "width", "height", "sha256", "pixel_hash", "phash")})
+        columns.update(
+            {k: [None] * n for k in ("detail", "width", "height", "sha256", "pixel_hash", "phash")}
+        )
         thumbs = np.zeros((n, SIDE, SIDE), np.float32)
         decoded = []
         for i, sample in enumerate(samples):
@@ -198,16 +212,17 @@ class ShardScanner:
         return decoded
 
     def _embed(self, chunk: Chunk, pixels: list[torch.Tensor]) -> None:
-        assert self.scorer and self.column
+        assert self.scorer
+        assert self.column
         n, d = len(chunk.samples), self.scorer.embed_dim
-        chunk.image = np.full((n, d), np.nan, np.float16)
-        chunk.text = np.full((n, d), np.nan, np.float16)
+        image, text = (np.full((n, d), np.nan, np.float16) for _ in range(2))
         score = np.full(n, np.nan, np.float32)
         rows = [i for i, s in enumerate(chunk.samples) if s.status == "ok"]
         if rows:
             captions = [chunk.samples[i].caption or "" for i in rows]
-            chunk.image[rows], chunk.text[rows], score[rows] = self.scorer.embed(torch.stack(pixels), captions)
+            image[rows], text[rows], score[rows] = self.scorer.embed(torch.stack(pixels), captions)
         chunk.columns[self.column] = score
+        chunk.embeddings = [image, text]
 
     def _list_unmatched(
         self, shard: str, sidecar: sidecars.Sidecar, names: list[tuple[str, tuple[int, int]]]
@@ -229,7 +244,9 @@ def _columns(samples: list[Sample], shard: str) -> dict[str, Any]:
     columns["key"] = [s.key for s in samples]
     columns["offset"] = [s.image.offset if s.image else None for s in samples]
     columns["size"] = [s.image.size if s.image else None for s in samples]
-    columns["members"] = [[{"suffix": m.suffix, "offset": m.offset, "size": m.size} for m in s.members] for s in samples]
+    columns["members"] = [
+        [{"suffix": m.suffix, "offset": m.offset, "size": m.size} for m in s.members] for s in samples
+    ]
     columns["caption"] = [s.caption for s in samples]
     columns["caption_repaired"] = [s.repaired for s in samples]
     columns["language"] = [language(s.caption or "") if k else None for s, k in zip(samples, ok)]

@@ -56,7 +56,9 @@ class ScorerConfig:
         if not self.name.isidentifier():
             raise ValueError(f"name={self.name}: must be letters, digits and underscores")
         if not self.weights:
-            raise ValueError("weights: give a folder from jobs.train_filter, a file, an open_clip tag or hf-hub:...")
+            raise ValueError(
+                "weights: give a folder from jobs.train_filter, a file, an open_clip tag or hf-hub:..."
+            )
 
     @property
     def column(self) -> str:
@@ -66,7 +68,9 @@ class ScorerConfig:
         """What the weights are, told without reading them: for recognising a scorer seen before."""
         files = [storage.join(self.weights, n) for n in storage.listdir(self.weights)] or [self.weights]
         local = ":" not in self.weights.split("//")[0] and storage.exists(self.weights)
-        marks = {storage.name(f): storage.signature(f) for f in files} if local or "://" in self.weights else {}
+        marks = (
+            {storage.name(f): storage.signature(f) for f in files} if local or "://" in self.weights else {}
+        )
         return {"model": self.model, "weights": self.weights, "files": marks}
 
 
@@ -102,7 +106,9 @@ class Scorer:
     def fingerprint(self) -> str:
         return fingerprint(self.identity)
 
-    def embed(self, pixels: torch.Tensor, captions: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def embed(
+        self, pixels: torch.Tensor, captions: Sequence[str]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """uint8 (n, 3, H, W) and n captions to unit image and text embeddings, float32 (n, d), and cosines (n,).
 
         A zero or non-finite embedding has no direction: its row and its cosine are NaN.
@@ -113,7 +119,9 @@ class Scorer:
             x = pixels.to(self.device, non_blocking=True).to(torch.float32)
             x = ((x - self._mean) / self._std).contiguous(memory_format=torch.channels_last)
             image = _unit(self.model.encode_image(x))
-            text = _unit(self.model.encode_text(tokens.to(self.device)))[torch.from_numpy(inverse).to(self.device)]
+            text = _unit(self.model.encode_text(tokens.to(self.device)))[
+                torch.from_numpy(inverse).to(self.device)
+            ]
             cosine = (image * text).sum(1)
             return image.cpu().numpy(), text.cpu().numpy(), cosine.cpu().numpy()
 
@@ -141,7 +149,7 @@ def fetched(weights: str) -> Iterator[str]:
         yield local
 
 
-def load_open_clip(model: str, weights: str | None) -> tuple[torch.nn.Module, dict[str, Any], Any]:
+def load_open_clip(model: str, weights: str | None) -> tuple[Any, dict[str, Any], Any]:
     """(model in float32 on the CPU, its architecture config, tokenizer).
 
     weights: None (random), a folder in open_clip's layout, a file, a tag, or `hf-hub:org/repo`. The
@@ -180,7 +188,9 @@ def _known(model: str, weights: str | None) -> None:
         raise Refused(f"model={model} is not an open_clip model; close ones: {', '.join(close) or 'none'}")
     tags = open_clip.list_pretrained_tags_by_model(model)
     if weights and weights not in tags and not os.path.isfile(weights):
-        raise Refused(f"weights={weights}: no such folder or file, and no tag of {model} (tags: {', '.join(tags)})")
+        raise Refused(
+            f"weights={weights}: no such folder or file, and no tag of {model} (tags: {', '.join(tags)})"
+        )
 
 
 @contextlib.contextmanager

@@ -11,9 +11,9 @@ import glob as globbing
 import gzip
 import os
 import re
-import shutil
 import tarfile
 import tempfile
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +26,7 @@ from pipeline.errors import Refused
 
 SHARD_SUFFIXES = (".tar", ".tar.gz", ".tgz")
 BLOCK = tarfile.BLOCKSIZE
+SPARSEST = 10  # numbers that are spread wider than this times their count do not count shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,7 @@ def _gaps(names: list[str]) -> list[str]:
     return [
         f"{head}{i:0{width}d}{tail}"
         for (head, tail, width), numbers in series.items()
-        if len(numbers) > 1
+        if max(numbers) - min(numbers) < SPARSEST * len(numbers)  # else they are dates or ids, not a count
         for i in sorted(set(range(min(numbers), max(numbers) + 1)) - set(numbers))
     ]
 
@@ -173,9 +174,13 @@ def stem(shard: str) -> str:
 
 
 class Shard:
-    """An open shard: `index` for its samples, `read` for a member's bytes (safe from many threads)."""
+    """An open shard: `index` for its samples, `read` for a member's bytes (safe from many threads).
 
-    def __init__(self, local_path: str) -> None:
+    damage: what is known to be wrong with the file before its headers are read.
+    """
+
+    def __init__(self, local_path: str, damage: str = "") -> None:
+        self.damage = damage
         self._fd = os.open(local_path, os.O_RDONLY)
         self.size = os.fstat(self._fd).st_size
 
@@ -189,6 +194,8 @@ class Shard:
         """Read every header; memory is that of the headers, whatever the shard's size."""
         with open(self._fd, "rb", buffering=0, closefd=False) as f:
             index = _index(f, self.size)
+        if self.damage and index.reason is None:
+            _broken(index, self.damage)
         _check_count(index, promised)
         return index
 
@@ -200,8 +207,8 @@ def open_shard(path: str) -> Iterator[Shard]:
     Remote and gzipped shards are spooled to a temporary file first, so that samples whose members are
     apart in the archive are still read whole. Raises FileNotFoundError when it is absent.
     """
-    with storage.local_copy(path) as local, _unzipped(local) as plain:
-        shard = Shard(plain)
+    with storage.local_copy(path) as local, _unzipped(local) as (plain, damage):
+        shard = Shard(plain, damage)
         try:
             yield shard
         finally:
@@ -209,16 +216,22 @@ def open_shard(path: str) -> Iterator[Shard]:
 
 
 @contextlib.contextmanager
-def _unzipped(local: str) -> Iterator[str]:
+def _unzipped(local: str) -> Iterator[tuple[str, str]]:
+    """(file name of the plain tar, what is wrong with the gzip stream it came in). What precedes a break is there."""
     with open(local, "rb") as f:
         if f.read(2) != b"\x1f\x8b":
-            yield local
+            yield local, ""
             return
+    damage = ""
     with tempfile.NamedTemporaryFile(prefix="winnow-", suffix=".tar") as plain:
-        with gzip.open(local, "rb") as source, contextlib.suppress(EOFError, gzip.BadGzipFile, OSError):
-            shutil.copyfileobj(source, plain, 1 << 20)  # a cut stream leaves a cut tar, which the index reports
+        with gzip.open(local, "rb") as source:
+            try:
+                while block := source.read1(1 << 16):
+                    plain.write(block)
+            except (EOFError, gzip.BadGzipFile, zlib.error) as e:
+                damage = f"its gzip stream is damaged ({e})"
         plain.flush()
-        yield plain.name
+        yield plain.name, damage
 
 
 class _Headers(tarfile.TarFile):
@@ -239,7 +252,7 @@ def _index(f: Any, size: int) -> ShardIndex:
         f.seek(offset)
         try:
             info = tarfile.TarInfo.fromtarfile(headers)
-        except tarfile.EOFHeaderError:  # a block of zeros: the end, unless archives were joined
+        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]  # a block of zeros: the end, unless archives were joined
             ended = True
             offset = _next_content(f, offset + BLOCK, size)
             continue
@@ -266,7 +279,9 @@ def _index(f: Any, size: int) -> ShardIndex:
     return index
 
 
-def _add(index: ShardIndex, samples: dict[str, RawSample], info: tarfile.TarInfo, cut: bool = False) -> str | None:
+def _add(
+    index: ShardIndex, samples: dict[str, RawSample], info: tarfile.TarInfo, cut: bool = False
+) -> str | None:
     """Put a member with its sample; returns the sample's key, or None when the member is passed over."""
     path = info.name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     folder, slash, base = path.rpartition("/")

@@ -59,13 +59,14 @@ def read(path: str) -> Sidecar:
     _check_npz(path, table.num_rows)
     types = {f.name: _plain(f.type) for f in table.schema if _plain(f.type) is not None and f.name != by}
     names = [str(v).lower() if by == "uid" else str(v) for v in table[by].to_pylist()]
-    return Sidecar(by, types, dict(zip(names, table.select(list(types)).to_pylist())))
+    columns = table.select(list(types)).cast(pa.schema(types))
+    return Sidecar(by, types, dict(zip(names, columns.to_pylist())))
 
 
 def _plain(kind: pa.DataType) -> pa.DataType | None:
     """The column type a scalar is kept as; None for lists, structs and binaries."""
     if pa.types.is_integer(kind):
-        return pa.int64()
+        return pa.uint64() if kind == pa.uint64() else pa.int64()
     if pa.types.is_floating(kind) or pa.types.is_decimal(kind):
         return pa.float32() if kind == pa.float32() else pa.float64()
     if pa.types.is_boolean(kind):
@@ -81,7 +82,11 @@ def _check_npz(parquet: str, rows: int) -> None:
         for entry in archive.namelist():
             with archive.open(entry) as member:
                 version = np.lib.format.read_magic(member)
-                read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+                read = (
+                    np.lib.format.read_array_header_1_0
+                    if version == (1, 0)
+                    else np.lib.format.read_array_header_2_0
+                )
                 count = read(member)[0][0]
             if count != rows:
                 raise Refused(

@@ -156,6 +156,7 @@ def commit(path: str) -> Iterator[str]:
         local = os.path.join(folder, name(p))
         yield local
         remote = f"{p}.tmp-{uuid.uuid4().hex[:12]}"
+        fs.makedirs(parent(p), exist_ok=True)
         fs.put_file(local, remote)
         fs.mv(remote, p)
 
@@ -176,6 +177,18 @@ def local_copy(path: str) -> Iterator[str]:
 def copy(source: str, target: str) -> None:
     with local_copy(source) as src, commit(target) as tmp:
         shutil.copyfile(src, tmp)
+
+
+def link(source: str, target: str) -> None:
+    """`target` with the bytes of `source`, without a second copy where the filesystem can."""
+    fs, src = resolve(source)
+    if isinstance(fs, LocalFileSystem):
+        dst = resolve(target)[1]
+        os.makedirs(os.path.dirname(dst), exist_ok=True)
+        with contextlib.suppress(OSError):
+            os.link(src, dst)
+            return
+    copy(source, target)
 
 
 @dataclass

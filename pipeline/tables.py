@@ -1,10 +1,10 @@
 """Feature tables on disk: one a shard, written in row groups, with embedding blocks beside it.
 
-    features/<table set>/<shard id>.parquet     one row a sample, in shard order
-    features/<table set>/<shard id>.image.npy   float16 (rows, d), unit length, NaN where there is none
-    features/<table set>/<shard id>.text.npy
-    features/<table set>/<shard id>.json        the shard's report; written last, so it commits the rest
-    features/<table set>/set.json               what the tables were made with
+features/<table set>/<shard id>.parquet     one row a sample, in shard order
+features/<table set>/<shard id>.image.npy   float16 (rows, d), unit length, NaN where there is none
+features/<table set>/<shard id>.text.npy
+features/<table set>/<shard id>.json        the shard's report; written last, so it commits the rest
+features/<table set>/set.json               what the tables were made with
 """
 
 from __future__ import annotations
@@ -114,9 +114,12 @@ class TableSet:
     def identity(self) -> dict[str, Any]:
         return storage.read_json(storage.join(self.folder, "set.json"))
 
-    def columns(self, shard: str) -> list[str]:
+    def schema(self, shard: str) -> pa.Schema:
         with storage.open_file(self.path(shard, "parquet")) as f:
-            return pq.read_schema(f).names
+            return pq.read_schema(f)
+
+    def columns(self, shard: str) -> list[str]:
+        return self.schema(shard).names
 
     def read(self, shard: str, columns: Sequence[str]) -> pl.DataFrame:
         """Rows of one shard in shard order; a column that this table lacks comes as nulls."""
@@ -152,7 +155,9 @@ class TableSet:
         scorer = self.identity()["scorer"]
         width = scorer["architecture"]["embed_dim"] if scorer else None
         if block.ndim != 2 or block.shape[1] != width:
-            raise WinnowError(f"{path}: embeddings are {block.shape[1:]} wide, those of this run's scorer {width}")
+            raise WinnowError(
+                f"{path}: embeddings are {block.shape[1:]} wide, those of this run's scorer {width}"
+            )
         return block
 
 

@@ -84,9 +84,24 @@ def repeated_uids(tables: TableSet, ids: Sequence[str]) -> dict[str, np.ndarray]
 
 
 def load_subset(path: str) -> np.ndarray:
-    """A subset file as a sorted `u8,u8` array, whatever its order on disk. Raises ValueError for another dtype."""
-    subset = np.load(path, mmap_mode="r")
+    """A subset file as a sorted `u8,u8` array, whatever its order on disk. Raises ValueError for any other file."""
+    subset = np.lib.format.open_memmap(path, mode="r")
     if subset.ndim != 1 or subset.dtype != SUBSET:
         raise ValueError(f"{path}: dtype {subset.dtype} {subset.shape}, a subset file is 1-D u8,u8")
     order = np.lexsort((subset["f1"], subset["f0"]))
     return np.asarray(subset)[order]
+
+
+def find_uids(hi: np.ndarray, lo: np.ndarray, want_hi: np.ndarray, want_lo: np.ndarray) -> np.ndarray:
+    """Index in the sorted unique uids (hi, lo) of each wanted uid, -1 where absent. int64 (n,)."""
+    at = np.searchsorted(hi, want_hi)
+    found = np.full(len(want_hi), -1, np.int64)
+    live = np.arange(len(want_hi))
+    while len(live):  # walk through the uids that share a high half; all but a few end in one step
+        inside = live[at[live] < len(hi)]
+        inside = inside[hi[at[inside]] == want_hi[inside]]
+        hit = lo[at[inside]] == want_lo[inside]
+        found[inside[hit]] = at[inside[hit]]
+        live = inside[~hit]
+        at[live] += 1
+    return found

@@ -1,0 +1,41 @@
+"""Passes over shards as Ray tasks: the ordered map that `Rows` takes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import ray
+
+from selection.influence.rows import OrderedMap
+
+
+def ordered_map_on_ray(ahead: int = 8) -> OrderedMap:
+    """An ordered map that runs each shard as one Ray task, at most `ahead` in flight or waiting their turn.
+
+    Results come in shard order, so sums do not depend on which task ends first. The function of a pass (the
+    weights and solved directions) goes to the object store once. Ray must be running.
+
+        Rows(shards, ordered_map=ordered_map_on_ray())
+    """
+    if ahead < 1:
+        raise ValueError(f"ahead={ahead}: at least 1")
+    return partial(_map, ahead)
+
+
+def _map(ahead: int, function: Callable[[Any], Any], tasks: Iterable[Any]) -> Iterator[Any]:
+    shared = ray.put(function)
+    waiting: deque[Any] = deque()
+    for task in tasks:
+        waiting.append(_call.remote(shared, task))
+        if len(waiting) >= ahead:
+            yield ray.get(waiting.popleft())
+    while waiting:
+        yield ray.get(waiting.popleft())
+
+
+@ray.remote
+def _call(function: Callable[[Any], Any], task: Any) -> Any:
+    return function(task)
