@@ -21,7 +21,7 @@ class AugmentConfig:
     brightness and each channel change by up to this share; off, because captions name colours.
     """
 
-    min_area: float = 0.5
+    min_area: float = 0.6
     flip: float = 0.5
     colour: float = 0.0
 

@@ -45,7 +45,9 @@ class TrainResult:
     """What `train.json` holds.
 
     request: all settings that decide the weights. pairs: counts, see `TrustedPairs.report`. seconds: time
-    trained, over all restarts. loss: that of the last curve point. held_out: None without held-out pairs.
+    trained, over all restarts. loss: that of the last curve point. weights_of_step: the step whose weights
+    these are, the best on the held-out pairs. held_out: their figures there (a little flattered by that
+    choice), or None.
     """
 
     request: dict[str, Any]
@@ -57,6 +59,7 @@ class TrainResult:
     precision: str
     seconds: float
     loss: float
+    weights_of_step: int
     held_out: HeldOut | None
     versions: dict[str, str]
 

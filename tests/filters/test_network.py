@@ -288,9 +288,12 @@ def test_nothing_to_train_on_is_an_error(tmp_path: Path):
 
 
 def test_it_learns_colours(trained):
-    _, result = trained
+    out, result = trained
     assert result.held_out.auc > 0.95
     assert result.held_out.captions == 8
+    curve = [row.split(",") for row in (out / "curve.csv").read_text().splitlines()[1:]]
+    measured = {int(row[0]): float(row[5]) for row in curve if row[5]}
+    assert result.held_out.auc == max(measured.values()) == measured[result.weights_of_step]
     assert result.pairs["rejected"]["missing_image"] == 1
 
 
