@@ -67,7 +67,8 @@ class ScorerConfig:
 
     def source(self) -> dict[str, Any]:
         """What the weights are, told without reading them: for recognising a scorer seen before."""
-        files = [storage.join(self.weights, n) for n in storage.listdir(self.weights)] or [self.weights]
+        names = [n for n in storage.listdir(self.weights) if not n.startswith(".")]
+        files = [storage.join(self.weights, n) for n in names] or [self.weights]
         local = ":" not in self.weights.split("//")[0] and storage.exists(self.weights)
         marks = (
             {storage.name(f): storage.signature(f) for f in files} if local or "://" in self.weights else {}

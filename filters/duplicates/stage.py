@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import polars as pl
 
 from filters.duplicates.blocks import Block
-from filters.duplicates.config import NearConfig
+from filters.duplicates.config import NearConfig, memory_plan
 from filters.duplicates.exact import ExactConfig, exact_duplicates
 from filters.duplicates.result import DuplicateResult
 from filters.duplicates.search import NearSearch
@@ -22,6 +23,8 @@ from pipeline.errors import Refused
 from pipeline.tables import TableSet, digest_json
 from pipeline.uids import find_uids
 
+log = logging.getLogger(__name__)
+GIB = 1 << 30
 KEYS = ("sha256", "pixel_hash", "url", "caption")
 EXACT = reasons.register("exact_duplicate", "a better sample has the same bytes, pixels, url or caption")
 NEAR = reasons.register("near_duplicate", "a better sample that was kept is nearly the same image")
@@ -201,7 +204,20 @@ class DedupStage:
         source = TableBlocks(
             chain.tables, chain.ids, before, exact, self.config.embedding, score, hashed, constant
         )
+        self._state_memory(chain, before, config)
         return NearSearch(source, home, config, RayRunner()).run()
+
+    def _state_memory(self, chain: Chain, before: Decisions, config: NearConfig) -> None:
+        """Say what the search will need before it starts."""
+        rows = sum(int(before.read(shard, ["kept"])["kept"].sum()) for shard in chain.ids)
+        scorer = chain.tables.identity()["scorer"]
+        width = 1 if scorer is None or config.method == "phash" else scorer["architecture"]["embed_dim"]
+        plan = memory_plan(config, rows, width)
+        log.info(
+            "near search of %s rows: at most %.1f GiB a task, %.1f GiB here to decide, %.1f GiB of disk,"
+            " %d passes over the largest cluster",
+            f"{rows:,}", plan.task_bytes / GIB, plan.driver_bytes / GIB, plan.disk / GIB, plan.passes,
+        )  # fmt: skip
 
     def _drop(self, frame: pl.DataFrame, pairs: pl.DataFrame, at: np.ndarray) -> pl.DataFrame:
         """`frame` with the rows at `pairs[at]` dropped, where at >= 0 and the row was still in."""

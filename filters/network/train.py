@@ -55,7 +55,7 @@ class TrainConfig:
     the last multiple of these.
     """
 
-    samples_seen: int = 128_000
+    samples_seen: int = 160_000
     batch_size: int = 256
     lr: float | None = None
     weight_decay: float = 1.0
