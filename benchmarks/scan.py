@@ -10,7 +10,7 @@ turns (A B A B ...) and reports medians. Rows:
              (needs `pip install 'ray[data]'`)
   workers    two warm workers against one
   reshard    one core, shard to shard, keeping 15 % and all: Winnow against webdataset + TarWriter
-  memory     a worker's peak memory on shards of n and 4n samples
+  memory     a worker's peak memory on shards of n and 8n samples
 """
 
 from __future__ import annotations
@@ -262,19 +262,19 @@ def main() -> None:
         one = paths[0]
         a, b, r = rates(lambda: winnow_inputs(one), lambda: webdataset_inputs(one), args.repeats)
         show("decode", "winnow", a, "webdataset", b, r, 2)
+        tall = build(Path(folder) / "tall", args.table, args.samples, 1)
         for keep in (0.15, 1.0):
-            here = curated(f"{folder}/out", str(pool), keep)
+            here = curated(f"{folder}/out", tall[0], keep)
             kept = {f"{hi:016x}{lo:016x}" for hi, lo in np.load(here.path("subset.npy")).tolist()}
             a, b, r = rates(
                 partial(winnow_reshard, here, f"{folder}/to", 1000),
-                partial(webdataset_reshard, paths, f"{folder}/wds", kept, 1000),
+                partial(webdataset_reshard, tall, f"{folder}/wds", kept, 1000),
                 args.repeats,
             )
             show(f"keep {keep:.0%}", "winnow", a, "webdataset", b, r, 5)
-        big = build(Path(folder) / "big", args.table, args.samples // 2, 1)
-        small, large = peak_growth(one), peak_growth(big[0])
+        small, large = peak_growth(one), peak_growth(tall[0])
         print(
-            f"memory     one shard of {args.samples // 8}: +{small:.0f} MiB, of {args.samples // 2}: +{large:.0f} MiB"
+            f"memory     one shard of {args.samples // 8}: +{small:.0f} MiB, of {args.samples}: +{large:.0f} MiB"
         )
         a, b, r = rates(lambda: winnow_ray(paths, 2), lambda: winnow_ray(paths, 1), args.repeats)
         show("workers", "two", a, "one", b, r, 1.7)
