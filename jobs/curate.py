@@ -133,7 +133,7 @@ def _print(run_: Run, receipt: dict[str, Any]) -> None:
             print(f"{n:>12,} {kind}: {reason} ({receipt['reasons'][reason]})")
     print(f"{receipt['kept']:>12,} kept ({receipt['kept'] / max(total, 1):.1%})")
     for damaged in receipt["pool"]["damaged_shards"]:
-        print(f"damaged: {damaged['shard']}: {damaged['detail']}; {damaged['lost']} samples lost")
+        print(f"damaged: {damaged['shard']}: {damaged['detail']}; {damaged['lost']} samples known to be lost")
     print(f"\n{run_.folder}/ holds subset.npy, manifest.parquet, decisions/ and receipt.json")
 
 
