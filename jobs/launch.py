@@ -60,7 +60,7 @@ def _exit_code(name: str, run: Callable[[DictConfig], None]) -> int:
                 _say("interrupted; what is finished is kept, the same command goes on from there", 1)
             )
 
-    sys.argv[1:] = [_quoted(a) for a in sys.argv[1:]]
+    sys.argv[1:] = [*(_quoted(a) for a in sys.argv[1:]), f"hydra.job.name={name}"]
     try:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(task)()
     except MissingConfigException as e:
