@@ -51,7 +51,7 @@ def verify(run: Run, deep: bool = False, config: ClusterConfig | None = None) ->
     reports = []
     sorter = UidSorter()
     rows = _Manifest(run, receipt)
-    for number, (report, kept) in enumerate(_shards(run, tables, accounting)):
+    for number, (report, kept) in enumerate(_shards(run, tables, accounting, rows.features)):
         reports.append(report)
         rows.expect(kept)
         hi, lo = (np.repeat(kept[c].to_numpy(), kept["copies"].to_numpy()) for c in ("uid_hi", "uid_lo"))
@@ -121,7 +121,8 @@ def _accounting(run: Run, receipt: dict[str, Any], accounting: pl.DataFrame) -> 
     counts: Counter[str] = Counter()
     for shard in accounting["reasons"]:
         counts.update({r["reason"]: r["count"] for r in shard})
-    differs(path, "the count of shards", len(accounting), receipt["pool"]["shards"], "the receipt")
+    shards = accounting["shard"].n_unique()
+    differs(path, "the count of shards", shards, receipt["pool"]["shards"], "the receipt")
     for key, wanted in (
         ("samples", receipt["pool"]["samples"]),
         ("kept", receipt["kept"]),
@@ -151,7 +152,7 @@ def _damaged(run: Run, receipt: dict[str, Any], reports: list[ShardReport]) -> N
 
 
 def _shards(
-    run: Run, tables: TableSet, accounting: pl.DataFrame
+    run: Run, tables: TableSet, accounting: pl.DataFrame, columns: list[str]
 ) -> Iterator[tuple[ShardReport, pl.DataFrame]]:
     """(report, kept rows) of every shard in pool order, each checked; a few threads read ahead."""
     names = {f"{i}.parquet" for i in accounting["id"]}
@@ -161,7 +162,7 @@ def _shards(
     waiting: deque[Future[tuple[ShardReport, pl.DataFrame]]] = deque()
     with ThreadPoolExecutor(THREADS) as pool, Progress("verify", len(accounting)) as progress:
         for row in accounting.iter_rows(named=True):
-            waiting.append(pool.submit(_shard, run, tables, row))
+            waiting.append(pool.submit(_shard, run, tables, row, columns))
             if len(waiting) > 2 * THREADS:
                 yield _stepped(waiting.popleft().result(), progress)
         while waiting:
@@ -173,14 +174,16 @@ def _stepped(found: tuple[ShardReport, pl.DataFrame], progress: Progress) -> tup
     return found
 
 
-def _shard(run: Run, tables: TableSet, row: dict[str, Any]) -> tuple[ShardReport, pl.DataFrame]:
+def _shard(
+    run: Run, tables: TableSet, row: dict[str, Any], columns: list[str]
+) -> tuple[ShardReport, pl.DataFrame]:
     path = run.decisions.path(row["id"])
     with readable(path):
         content = storage.read_bytes(path)
         digest = hashlib.sha256(content).hexdigest()
         differs(path, "sha256", digest, row["decisions_sha256"], "accounting.parquet")
         decisions = pl.read_parquet(content)
-    report, features = _features(tables, row["id"])
+    report, features = _features(tables, row["id"], columns)
     differs(path, "the count of rows", len(decisions), len(features), "the feature table")
     _same_rows(
         path, decisions.select("uid_hi", "uid_lo"), features.select("uid_hi", "uid_lo"), "the feature table"
@@ -192,7 +195,7 @@ def _shard(run: Run, tables: TableSet, row: dict[str, Any]) -> tuple[ShardReport
     return report, kept_rows(features, decisions)
 
 
-def _features(tables: TableSet, shard: str) -> tuple[ShardReport, pl.DataFrame]:
+def _features(tables: TableSet, shard: str, columns: list[str]) -> tuple[ShardReport, pl.DataFrame]:
     path = tables.path(shard, "parquet")
     with readable(tables.path(shard, "json")):
         report = tables.report(shard)
@@ -201,11 +204,11 @@ def _features(tables: TableSet, shard: str) -> tuple[ShardReport, pl.DataFrame]:
     with readable(path):
         if "parquet" in report.files:  # tables of earlier versions have no digests
             differs(path, "xxh3-128", storage.digest(path), report.files["parquet"], "the scan's report")
-        frame = tables.read(shard, [c for c in tables.columns(shard) if c not in ("members", "caption")])
+        frame = tables.read(shard, list(dict.fromkeys(["uid_hi", "uid_lo", "status", *columns])))
     differs(path, "the count of rows", len(frame), report.rows, "the scan's report")
     status = dict(sorted(frame["status"].cast(pl.String).value_counts().iter_rows()))
     differs(path, "samples by status", status, report.status, "the scan's report")
-    return report, frame.with_columns(pl.col("shard").cast(pl.String))
+    return report, frame
 
 
 def _sound(path: str, decisions: pl.DataFrame, status: pl.Series) -> None:
@@ -244,6 +247,8 @@ class _Manifest:
             parquet = pq.ParquetFile(self.file)
             differs(self.path, "the count of rows", parquet.metadata.num_rows, receipt["kept"], "the receipt")
             self.batches = parquet.iter_batches(BATCH)
+            names = parquet.schema_arrow.names
+        self.features = [n for n in names if n not in ("row", "copies", "order")]
         self.held = pl.DataFrame()
 
     def expect(self, kept: pl.DataFrame) -> None:
