@@ -52,7 +52,7 @@ class CurateConfig:
 
 def build_stages(config: DictConfig) -> list[Stage]:
     """The links of the chain, in the order in which the configuration names them."""
-    makers = {"filters": _filter_stage, "leakage": _leakage_stage, "dedup": _dedup_stage}
+    makers = {"filters": filter_stage, "leakage": _leakage_stage, "dedup": _dedup_stage}
     for name in config.stages:
         if name not in makers:
             raise Refused(f"stages: {name!r} is not a stage; known: {', '.join(makers)}")
@@ -88,7 +88,7 @@ def _dedup_stage(config: DictConfig) -> Stage:
     return DedupStage(build(config.dedup, "dedup", DedupConfig), home)
 
 
-def _filter_stage(config: DictConfig) -> Stage:
+def filter_stage(config: DictConfig) -> Stage:
     built = [
         build_target(node, f"filters.{name}", Filter).named(str(name))
         for name, node in config.filters.items()

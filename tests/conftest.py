@@ -52,6 +52,7 @@ def run_in_process(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(cluster, "connect", lambda: None)
     patch.setattr(cluster, "plan_workers", lambda _config, _units: cluster.Workers(1, 1, 0.0))
+    patch.setattr(cluster, "largest_node", lambda _resource: 1.0)
     patch.setattr(cluster, "worker_device", lambda: "cpu")
     patch.setattr(cluster, "map_actors", run)
 
