@@ -16,7 +16,7 @@ from pipeline.decode import FORMATS
 from pipeline.errors import Refused
 from pipeline.language import language
 from pipeline.manifest import Run
-from pipeline.samples import IMAGE_EXTS, PoolConfig, Sample, parse_uid, pick, read_sample
+from pipeline.samples import IMAGE_EXTS, PoolConfig, Sample, parse_uid, read_sample
 from pipeline.shards import Shard, open_shard
 from pipeline.tables import TableSet
 
@@ -38,8 +38,11 @@ class Source(Protocol):
     groups: names of the groups that rows are told apart by: one, or kept and dropped. shards: files it reads.
     """
 
-    groups: tuple[str, ...]
-    shards: int
+    @property
+    def groups(self) -> tuple[str, ...]: ...
+
+    @property
+    def shards(self) -> int: ...
 
     def chunks(self, columns: Sequence[str]) -> Iterator[pl.DataFrame]: ...
 
@@ -238,6 +241,4 @@ def _look(shard: Shard, sample: Sample) -> dict[str, Any]:
                 return {"width": image.width, "height": image.height, "format": str(image.format).lower()}
         except Exception:  # whatever PIL says of such bytes: they count as an image without a size
             continue
-    return {
-        "format": f"unknown (.{pick([member], IMAGE_EXTS).ext})" if pick([member], IMAGE_EXTS) else "unknown"
-    }  # type: ignore[union-attr]
+    return {"format": f"unknown (.{sample.image.ext})"}
