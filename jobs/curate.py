@@ -14,6 +14,8 @@ from omegaconf import MISSING, DictConfig
 from filters.base import Filter
 from filters.duplicates.stage import DedupConfig, DedupStage
 from filters.leakage_stage import LeakageStage, LeakageStageConfig
+from filters.rules import Rules
+from filters.score import ScoreCut
 from filters.stage import FilterStage
 from jobs.launch import build, build_target, launch, plain, register
 from pipeline import storage
@@ -137,7 +139,7 @@ def _print(run_: Run, receipt: dict[str, Any]) -> None:
     print(f"\n{run_.folder}/ holds subset.npy, manifest.parquet, decisions/ and receipt.json")
 
 
-register("curate", CurateConfig)
+register("curate", CurateConfig, {"scorer": ScorerConfig, "dedup": DedupConfig, "filters.dfn": ScoreCut, "filters.basic": Rules})
 
 if __name__ == "__main__":
     launch("curate", run)

@@ -11,7 +11,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,15 +22,20 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from jobs.usage import usage
 from pipeline.errors import Refused, WinnowError
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 T = TypeVar("T")
 
 
-def register(name: str, schema: type) -> None:
-    """Make `schema` the type of conf/<name>.yaml."""
+SCHEMAS: dict[str, tuple[type, Mapping[str, type]]] = {}
+
+
+def register(name: str, schema: type, sections: Mapping[str, type] | None = None) -> None:
+    """Make `schema` the type of conf/<name>.yaml. sections: classes of parts that config groups fill, for --help."""
     ConfigStore.instance().store(name=f"{name}_schema", node=schema)
+    SCHEMAS[name] = (schema, sections or {})
 
 
 def launch(name: str, run: Callable[[DictConfig], None]) -> None:
@@ -45,6 +50,9 @@ def launch(name: str, run: Callable[[DictConfig], None]) -> None:
 
 def _exit_code(name: str, run: Callable[[DictConfig], None]) -> int:
     codes = []
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(usage(CONF, name, str(sys.modules[run.__module__].__doc__), *SCHEMAS[name]))
+        return 0
 
     def task(config: DictConfig) -> None:
         try:

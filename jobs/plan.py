@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from filters.duplicates.config import memory_plan
 from jobs.curate import filter_stage
-from jobs.launch import launch
+from jobs.launch import SCHEMAS, launch, register
 from jobs.plan_checks import Plan, existing, out_folder
 from pipeline import cluster, storage
 from pipeline.cluster import Workers
@@ -189,6 +189,8 @@ def report(size: PoolSize, workers: Workers, first: Probe, probed: str, costs: l
         f"{'total':9}{duration(seconds):>8}  {human(sum(c.disk for c in costs)):>9}  {gpu / 3600:.1f} GPU-hours"
     )
 
+
+register("plan", *SCHEMAS["curate"])
 
 if __name__ == "__main__":
     launch("plan", run)
