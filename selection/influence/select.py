@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -19,14 +20,14 @@ from selection.influence.rows import Rows
 from selection.influence.score import Influence, influence
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class SelectionConfig:
     """How rows are removed.
 
     Attributes:
-        objectives: names from `OBJECTIVES`; several are combined as the sum of weight * delta / base value,
-            that is, by relative change.
-        weights: one a objective, empty for 1 each.
+        objective: a name from `OBJECTIVES`, or a list of them; several are combined as the sum of
+            weight * delta / base value, that is, by relative change.
+        weights: one an objective, empty for 1 each.
         budget: most rows to remove: a share below 1, or a whole count.
         rounds: the budget is spent over this many rounds, the head refitted and rows rescored after each.
         guard: remove harmful rows only, stop before a gap changes sign, and remove less, down to nothing,
@@ -37,8 +38,8 @@ class SelectionConfig:
         positive: the class whose rate the fairness gaps compare.
     """
 
-    objectives: tuple[str, ...] = ("utility",)
-    weights: tuple[float, ...] = ()
+    objective: Any = "utility"
+    weights: list[float] = field(default_factory=list)
     budget: float = 0.05
     rounds: int = 1
     guard: bool = True
@@ -48,10 +49,10 @@ class SelectionConfig:
     positive: int = 1
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.objectives if name not in OBJECTIVES]
-        if unknown or not self.objectives or len(set(self.objectives)) < len(self.objectives):
-            raise ValueError(f"objectives={list(self.objectives)}: one or more of {', '.join(OBJECTIVES)}")
-        if self.weights and (len(self.weights) != len(self.objectives) or min(self.weights) <= 0):
+        names = self.objectives
+        if set(names) - set(OBJECTIVES) or not names or len(set(names)) < len(names):
+            raise ValueError(f"objective={self.objective}: one or more of {', '.join(OBJECTIVES)}")
+        if self.weights and (len(self.weights) != len(names) or min(self.weights) <= 0):
             raise ValueError(f"weights={list(self.weights)}: one positive number for each objective, or none")
         if not self.budget > 0 or (self.budget >= 1 and self.budget != int(self.budget)):
             raise ValueError(f"budget={self.budget}: a share in (0, 1), or a whole number of rows")
@@ -60,6 +61,11 @@ class SelectionConfig:
         for name in ("class_floor", "group_floor"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)}: a share in 0..1")
+
+    @property
+    def objectives(self) -> tuple[str, ...]:
+        """The names in `objective`."""
+        return (self.objective,) if isinstance(self.objective, str) else tuple(self.objective)
 
     def budget_rows(self, n: int) -> int:
         """The budget as a count of n rows; a share is rounded down."""
