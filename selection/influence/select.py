@@ -7,7 +7,7 @@ on. With `guard=False` exactly the budget goes, lowest estimates first, as in th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,6 +98,8 @@ class Selection:
     Attributes:
         removed: (n,) bool.
         influence: scores of every row under the base head (all rows present).
+        decided_by: (n,) float64 `combine`d score: of a removed row in the round that removed it, of the others
+            under the base head; negative = harmful.
         base, after: the head before and after.
         rounds: one record a round.
         metrics: set name ("influence", "guard", "test") -> (before, after).
@@ -107,6 +109,7 @@ class Selection:
 
     removed: np.ndarray
     influence: Influence
+    decided_by: np.ndarray
     base: Head
     after: Head
     rounds: list[Round]
@@ -145,6 +148,7 @@ def select(
     classes: int | None = None,
     removable: np.ndarray | None = None,
     start: Head | None = None,
+    on_step: Callable[[np.ndarray], None] | None = None,
 ) -> Selection:
     """Remove the rows that harm the objectives on `held`.
 
@@ -157,7 +161,7 @@ def select(
         others: further sets to measure before and after, such as "test".
         classes: number of classes; None for the largest label plus one.
         removable: (n,) bool, rows that may be removed; a budget that is a share is a share of these.
-        start: a head near the base's, to fit from.
+        start: a head near the base's, to fit from. on_step: as for `fit_head`, in the fit of the base.
     Raises:
         ValueError: masked rows, the guard on without a guard set, a floor without groups, a budget of every
             row, or what `fit_head` and `objective` refuse.
@@ -170,7 +174,7 @@ def select(
         raise ValueError(f"group_floor={config.group_floor}: needs the groups of the training rows")
     labels = rows.labels()
     classes = max(int(labels.max()) + 1, 2) if classes is None else classes
-    base = fit_head(rows, l2=l2, classes=classes, start=start)
+    base = fit_head(rows, l2=l2, classes=classes, start=start, on_step=on_step)
     terms = [objective(name, held, base, positive=config.positive) for name in config.objectives]
     may_go = np.ones(rows.n, dtype=bool) if removable is None else removable
     run = _Run(rows, config, terms, guard, base, may_go, _allowances(config, labels, groups))
@@ -179,6 +183,7 @@ def select(
     return Selection(
         removed=~run.keep,
         influence=run.first,
+        decided_by=run.decided_by,
         base=base,
         after=run.head,
         rounds=run.rounds,
@@ -230,6 +235,7 @@ class _Run:
         self.guard_terms = [] if guard is None else [term.on(guard) for term in terms]
         self.leverage = config.guard if config.leverage is None else config.leverage
         self.first = self._influence()
+        self.decided_by = combine(self.first, config.weights).copy()
         self.rounds: list[Round] = []
 
     def go(self, budget: int) -> None:
@@ -248,12 +254,12 @@ class _Run:
     def _candidates(self, scores: Influence, asked: int) -> tuple[np.ndarray, str]:
         """Rows to remove, worst first, and what made them fewer than asked."""
         combined = combine(scores, self.config.weights)
-        order = np.argsort(combined, kind="stable")
-        order = order[(self.keep & self.removable)[order]]
-        limit = ""
+        allowed = self.keep & self.removable
         if self.config.guard:
-            order = order[combined[order] < 0]
-            limit = "no harmful row is left" if len(order) < asked else ""
+            allowed &= combined < 0
+        rows = np.flatnonzero(allowed)
+        order = rows[np.argsort(combined[rows], kind="stable")]
+        limit = "no harmful row is left" if self.config.guard and len(order) < asked else ""
         if self.allowances:
             order = self._within_floors(order, asked)
             limit = limit or ("the class or group floor is reached" if len(order) < asked else "")
@@ -300,6 +306,7 @@ class _Run:
         before = [term.value(self.head) for term in self.terms]
         if count:
             self.keep, self.head = keep, head
+            self.decided_by[taken] = combine(scores, self.config.weights)[taken]
             for allowance in self.allowances:
                 np.subtract.at(allowance.left, allowance.part[taken], 1)
         names = scores.names
