@@ -106,7 +106,12 @@ def _write_label_errors(
 
 
 def _samples(
-    pool: PoolRows, selection: Selection, name: str, rows: np.ndarray, labels: np.ndarray, names: Sequence[str]
+    pool: PoolRows,
+    selection: Selection,
+    name: str,
+    rows: np.ndarray,
+    labels: np.ndarray,
+    names: Sequence[str],
 ) -> pl.DataFrame:
     """Where some samples lie, their caption, label and influence."""
     found = pool.gather(rows, PLACE)

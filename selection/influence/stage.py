@@ -83,7 +83,9 @@ class InfluenceStageConfig(SelectionConfig):
         if self.labels in ("prompts", "captions") and not self.classes:
             raise ValueError(f"classes=null: labels={self.labels} needs the names of the classes")
         if not self.templates or any("{}" not in template for template in self.templates):
-            raise ValueError(f"templates={list(self.templates)}: at least one, each with a {{}} for the class")
+            raise ValueError(
+                f"templates={list(self.templates)}: at least one, each with a {{}} for the class"
+            )
         if self.clusters < 2:
             raise ValueError(f"clusters={self.clusters}: at least 2")
         needs_groups = bool(self.group_floor) or bool(set(self.objectives) & set(FAIRNESS))
@@ -298,7 +300,9 @@ def _split(held: HeldOut | None, config: InfluenceStageConfig) -> dict[str, Held
     guard, test = round(config.guard_share * n), round(config.test_share * n)
     if held is None or min(guard, test, n - guard - test) < 1:
         where, what = config.target or "the pool", "a label and a group" if config.groups else "a label"
-        raise Refused(f"selection: {n} rows of {where} have {what}: too few for influence, guard and test sets")
+        raise Refused(
+            f"selection: {n} rows of {where} have {what}: too few for influence, guard and test sets"
+        )
     order = np.random.default_rng(config.seed).permutation(n)
     cuts = {"guard": order[:guard], "test": order[guard : guard + test], "influence": order[guard + test :]}
     return {name: held.take(np.sort(rows)) for name, rows in cuts.items()}

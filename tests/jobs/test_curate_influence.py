@@ -86,7 +86,9 @@ def numbers(table: pl.DataFrame) -> set[int]:
     return {by_uid[row] for row in table.select("uid_hi", "uid_lo").rows()}
 
 
-def test_captions_that_harm_a_task_are_dropped(common: list[str], target: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_captions_that_harm_a_task_are_dropped(
+    common: list[str], target: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     more = ["selection.labels=captions", "selection.classes=[red,green,blue]", f"selection.target={target}"]
     assert call(curate, *common, *more, "run=task") == 0
     found, table = result(common, "task")
@@ -137,7 +139,9 @@ def test_rows_of_the_pool_serve_where_no_target_is_given(common: list[str]) -> N
     assert found["held_out"] > 20
     assert found["held_out"] + found["rows"] == TOTAL - 1
     assert found["classes"] == ["cluster 0", "cluster 1", "cluster 2"]
-    assert call(curate, *common, "selection.labels=prompts", "selection.classes=[red,blue]", "run=prompts") == 0
+    assert (
+        call(curate, *common, "selection.labels=prompts", "selection.classes=[red,blue]", "run=prompts") == 0
+    )
     found, table = result(common, "prompts")
     assert set(table["label"].unique()) <= {"red", "blue"}
 
@@ -151,7 +155,11 @@ def test_remove_nothing_is_said_plainly(common: list[str], capfd: pytest.Capture
 def test_two_workers_or_none_interrupted_or_not_the_same_bytes(
     common: list[str], ray_cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    more = ["selection.objective=[utility,demographic_parity]", "selection.groups=group", "selection.group_floor=0.5"]
+    more = [
+        "selection.objective=[utility,demographic_parity]",
+        "selection.groups=group",
+        "selection.group_floor=0.5",
+    ]
     with monkeypatch.context() as on_ray:
         on_ray.setattr(influence_stage, "shard_map", lambda _workers: ordered_map_on_ray(2))
         assert call(curate, *common, *more, "run=two") == 0
