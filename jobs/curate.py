@@ -13,7 +13,7 @@ from omegaconf import MISSING, DictConfig
 
 from filters.base import Filter
 from filters.duplicates.stage import DedupConfig, DedupStage
-from filters.leakage_stage import LeakageStage, LeakageStageConfig
+from filters.leakage_stage import LeakageConfig, LeakageStage
 from filters.stage import FilterStage
 from jobs.launch import build, build_target, launch, plain, register
 from pipeline import storage
@@ -21,12 +21,11 @@ from pipeline.cluster import ClusterConfig
 from pipeline.decisions import Stage, run_chain
 from pipeline.decode import DecodeConfig
 from pipeline.errors import Refused
-from pipeline.evaluation import as_shards
+from pipeline.evaluation import as_shards, fingerprint
 from pipeline.manifest import Run, write_outputs
 from pipeline.samples import PoolConfig
 from pipeline.scan import ErrorBudget, Scan, scan
 from pipeline.scorer import ScorerConfig
-from pipeline.tables import digest_json
 
 
 @dataclass(kw_only=True)
@@ -45,7 +44,7 @@ class CurateConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     scorer: Any = None
     filters: dict[str, Any] = field(default_factory=dict)
-    leakage: LeakageStageConfig = field(default_factory=LeakageStageConfig)
+    leakage: LeakageConfig = field(default_factory=LeakageConfig)
     dedup: Any = None
     stages: list[str] = field(default_factory=lambda: ["filters", "leakage", "dedup"])
 
@@ -72,20 +71,30 @@ def _leakage_stage(config: DictConfig) -> Stage:
 
     def scan_set(name: str, path: str) -> Scan:
         where = storage.absolute(path, f"leakage.sets.{name}")
-        shards = as_shards(
-            where, storage.join(out, "evaluation", name, digest_json(storage.signature(where)))
-        )
+        shards = as_shards(where, storage.join(out, "evaluation", name, fingerprint(where)))
         pool = PoolConfig(shards=shards, default_caption="an image")
-        scorer = build(config.scorer, "scorer", ScorerConfig)
-        decode = build(config.decode, "decode", DecodeConfig)
-        return scan(out, pool, scorer, decode, build(config.cluster, "cluster", ClusterConfig), ErrorBudget())
+        scorer = build(config.scorer, "scorer", ScorerConfig) if config.scorer else None
+        return scan(out, pool, scorer, build(config.decode, "decode", DecodeConfig), workers, ErrorBudget())
 
-    return LeakageStage(build(config.leakage, "leakage", LeakageStageConfig), scan_set)
+    workers = build(config.cluster, "cluster", ClusterConfig)
+    return LeakageStage(build(config.leakage, "leakage", LeakageConfig), workers, scan_set)
 
 
 def _dedup_stage(config: DictConfig) -> Stage:
-    home = storage.join(storage.absolute(config.out, "out"), "duplicates")
-    return DedupStage(build(config.dedup, "dedup", DedupConfig), home)
+    out = storage.absolute(config.out, "out")
+    pool, decode = build(config.pool, "pool", PoolConfig), build(config.decode, "decode", DecodeConfig)
+    workers, errors = (
+        build(config.cluster, "cluster", ClusterConfig),
+        build(config.errors, "errors", ErrorBudget),
+    )
+
+    def scan_own(scorer: ScorerConfig) -> Scan:
+        return scan(out, pool, scorer, decode, workers, errors)
+
+    node = config.dedup.copy()
+    node.scorer = node.scorer or None  # the choice `none` is empty
+    dedup = build(node, "dedup", DedupConfig)
+    return DedupStage(dedup, storage.join(out, "duplicates"), workers, scan_own)
 
 
 def _filter_stage(config: DictConfig) -> Stage:

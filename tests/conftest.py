@@ -7,7 +7,6 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -38,17 +37,9 @@ def save_scorer(folder: Path, seed: int) -> Path:
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers as objects of this process: for tests of what is scanned, where Ray itself is not the matter."""
-    from pipeline import cluster
+    from tests.build import work_in_process
 
-    def run(_workers: Any, actor: Any, args: Any, method: str, tasks: Any) -> Iterator[tuple[Any, Any]]:
-        worker = actor(*args)
-        for task in tasks:
-            yield task, getattr(worker, method)(task)
-
-    monkeypatch.setattr(cluster, "connect", lambda: None)
-    monkeypatch.setattr(cluster, "plan_workers", lambda _config, _units: cluster.Workers(1, 1, 0.0))
-    monkeypatch.setattr(cluster, "worker_device", lambda: "cpu")
-    monkeypatch.setattr(cluster, "map_actors", run)
+    work_in_process(monkeypatch.setattr)
 
 
 @pytest.fixture(scope="session")
