@@ -10,8 +10,8 @@ from conftest import near_copies, unit
 from hypothesis import given
 from hypothesis import strategies as st
 
-from filters.duplicates import rules
-from filters.duplicates.clusters import HashBands
+from filters.duplicates import near, rules
+from filters.duplicates.clusters import Codebook, HashBands, train_centroids
 from filters.duplicates.compare import pack, plan_units
 from filters.duplicates.config import MIB, NearConfig, memory_plan
 from filters.duplicates.losses import SourceLosses, source_columns
@@ -210,3 +210,43 @@ def test_plan_states_passes_and_keeps_to_the_memory():
 def test_settings_out_of_range_are_refused_by_name(field, value):
     with pytest.raises(ValueError, match=f"{field}={value}: "):
         NearConfig(**{field: value})
+
+
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")),
+]
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_every_device_gives_the_same_pairs_and_placements(name, monkeypatch):
+    """One interface: what a GPU computes, in its larger blocks, is what brute force on the CPU gives."""
+    monkeypatch.setattr("filters.duplicates.near._device", torch.device(name))
+    monkeypatch.setattr("filters.duplicates.near.block_shape", lambda: (64, 128))
+    rng = np.random.default_rng(0)
+    rows = unit(rng.standard_normal((300, 24)))
+    sides = torch.from_numpy(rows)
+    found = [
+        pair
+        for a, b in candidate_blocks(sides, sides, 0.5, triangle=True)
+        for pair in zip(a.tolist(), b.tolist())
+    ]
+    assert sorted(found) == [tuple(p) for p in np.argwhere(np.triu(rows @ rows.T >= 0.5, 1)).tolist()]
+    centroids = train_centroids(rows, NearConfig(), 7)
+    book = Codebook(centroids, rotation(24, 8, 0), 0.1, 1.0, 2.0)
+    home, row, cluster = book.place(rows)
+    products = rows @ centroids.T
+    assert home.tolist() == products.argmax(1).tolist()
+    visits = products.max(1)[:, None] - products <= 0.1
+    visits[np.arange(300), home] = False
+    assert [*zip(row.tolist(), cluster.tolist())] == [tuple(v) for v in np.argwhere(visits).tolist()]
+
+
+def test_the_device_is_the_gpu_where_faiss_has_one(monkeypatch):
+    monkeypatch.setattr(near, "_device", None)  # put back at the end
+    monkeypatch.setattr("faiss.get_num_gpus", lambda: 1)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert near.device().type == "cuda"
+    assert near.block_shape() == near.GPU_BLOCK
+    near.use_device("cpu")  # what a worker without a share of the GPU is told
+    assert near.device().type == "cpu"
