@@ -10,10 +10,11 @@ from pathlib import PurePosixPath
 
 import pyarrow.parquet as pq
 
-from pipeline import storage
+from pipeline import shards, storage
 from pipeline.errors import Refused
 from pipeline.samples import IMAGE_EXTS
 from pipeline.shards import SHARD_SUFFIXES
+from pipeline.tables import digest_json
 
 IMAGE_COLUMNS = ("jpg", "png", "webp", "image", "img", "bytes")
 ROWS = 2_000  # held at a time
@@ -45,6 +46,15 @@ def as_shards(path: str, folder: str) -> str:
         ),
         folder,
     )
+
+
+def fingerprint(path: str) -> str:
+    """Digest of what an evaluation set consists of: every file's name, size and time stamp; nothing is read."""
+    fs, p = storage.resolve(path)
+    if fs.exists(p):
+        files = fs.find(p, detail=True) if fs.isdir(p) else {p: fs.info(p)}
+        return digest_json([[name, storage.mark(files[name])] for name in sorted(files)])
+    return digest_json([[shard, storage.signature(shard)] for shard in shards.expand(path)])
 
 
 def _parquet_images(path: str) -> Iterator[Image]:
