@@ -28,7 +28,7 @@ import numpy as np
 from selection.influence import HeldOut, Rows, SelectionConfig, fit_head, influence, objective, select
 from selection.influence.labels import label_errors
 
-CLASSES = "airplane automobile bird cat deer dog frog horse ship truck".split()
+CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 SHARES = (0.05, 0.1, 0.2)
 L2, FOLDS, SEEDS = 1.0, 5, 3
 SAMPLES_SEEN = 320_000
@@ -60,7 +60,12 @@ def prepare(data: Path, out: Path) -> None:
     for name, table in (("train", train), ("test", test)):
         pool = PoolConfig(shards=f"{out}/{name}/*.tar")
         scanned = scan(
-            str(out / "tables"), pool, ScorerConfig(weights=network), DecodeConfig(), ClusterConfig(), ErrorBudget()
+            str(out / "tables"),
+            pool,
+            ScorerConfig(weights=network),
+            DecodeConfig(),
+            ClusterConfig(),
+            ErrorBudget(),
         )
         blocks = [scanned.tables.embeddings(shard, "image") for shard in scanned.ids]
         arrays |= {f"x_{name}": np.concatenate(blocks).astype(np.float32)}
@@ -111,7 +116,9 @@ def suspicion(noisy: Noisy) -> dict[str, np.ndarray]:
     fitted = time.perf_counter() - started
     found = label_errors(noisy.rows, head).row
     took = time.perf_counter() - started
-    print(f"head: test accuracy {noisy.accuracy(head):.4f}, fit {fitted:.1f} s, with label errors {took:.1f} s")
+    print(
+        f"head: test accuracy {noisy.accuracy(head):.4f}, fit {fitted:.1f} s, with label errors {took:.1f} s"
+    )
     term = objective("utility", noisy.held, head)
     utility = np.argsort(influence(noisy.rows, head, [term]).column("utility"), kind="stable")
     own = head.probabilities(noisy.x)[np.arange(len(noisy.given)), noisy.given]
@@ -137,21 +144,29 @@ def confident_learning(noisy: Noisy, head) -> dict[str, np.ndarray]:
     fold = np.random.default_rng(0).integers(0, FOLDS, len(noisy.given))
     outside = np.empty((len(fold), 10))
     for f in range(FOLDS):
-        outside[fold == f] = noisy.fit(fold != f, start=head, tolerance=1e-5).probabilities(noisy.x[fold == f])
+        outside[fold == f] = noisy.fit(fold != f, start=head, tolerance=1e-5).probabilities(
+            noisy.x[fold == f]
+        )
     ranked = {
-        f"cleanlab, {method}": np.argsort(get_label_quality_scores(noisy.given, outside, method=method), kind="stable")
+        f"cleanlab, {method}": np.argsort(
+            get_label_quality_scores(noisy.given, outside, method=method), kind="stable"
+        )
         for method in ("self_confidence", "normalized_margin")
     }
     issues = find_label_issues(noisy.given, outside, return_indices_ranked_by="self_confidence", n_jobs=1)
     rest = ranked["cleanlab, self_confidence"]
-    ranked[f"cleanlab, find_label_issues ({len(issues)})"] = np.concatenate([issues, rest[~np.isin(rest, issues)]])
+    ranked[f"cleanlab, find_label_issues ({len(issues)})"] = np.concatenate(
+        [issues, rest[~np.isin(rest, issues)]]
+    )
     print(f"cleanlab: {FOLDS} folds in {time.perf_counter() - started:.1f} s")
     return ranked
 
 
 def wrong_among_first(noisy: Noisy) -> None:
     orders = suspicion(noisy)
-    print(f"truly wrong among the rows flagged first ({noisy.wrong.mean():.1%} of {len(noisy.wrong):,} are wrong)")
+    print(
+        f"truly wrong among the rows flagged first ({noisy.wrong.mean():.1%} of {len(noisy.wrong):,} are wrong)"
+    )
     print(f"{'':38s}" + "".join(f"{share:>9.0%}" for share in SHARES))
     for name, order in orders.items():
         found = [noisy.wrong[order[: int(share * len(order))]].mean() for share in SHARES]
@@ -180,7 +195,9 @@ def after_removal(noisy: Noisy) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("step", choices=("prepare", "measure"))
     parser.add_argument("folders", nargs="+", type=Path)
     arguments = parser.parse_args()

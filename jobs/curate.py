@@ -30,7 +30,8 @@ from pipeline.samples import PoolConfig
 from pipeline.scan import ErrorBudget, Scan, scan
 from pipeline.scorer import Scorer, ScorerConfig
 from pipeline.tables import digest_json
-from selection.influence.stage import InfluenceStage, InfluenceStageConfig
+from selection.influence.stage import InfluenceStage
+from selection.influence.stage_config import InfluenceStageConfig
 
 
 @dataclass(kw_only=True)
@@ -57,7 +58,12 @@ class CurateConfig:
 
 def build_stages(config: DictConfig) -> list[Stage]:
     """The links of the chain, in the order in which the configuration names them."""
-    makers = {"filters": _filter_stage, "leakage": _leakage_stage, "dedup": _dedup_stage, "selection": _selection_stage}
+    makers = {
+        "filters": _filter_stage,
+        "leakage": _leakage_stage,
+        "dedup": _dedup_stage,
+        "selection": _selection_stage,
+    }
     for name in config.stages:
         if name not in makers:
             raise Refused(f"stages: {name!r} is not a stage; known: {', '.join(makers)}")
@@ -83,7 +89,9 @@ def _scan_set(config: DictConfig, key: str, name: str, path: str) -> Scan:
     if not storage.exists(where):
         raise Refused(f"{key}.{name}={path}: there is no such file or folder")
     folder = storage.join(out, "evaluation", name, digest_json(storage.signature(where)))
-    pool = PoolConfig(**{**plain(config.pool), "shards": as_shards(where, folder), "default_caption": "an image"})
+    pool = PoolConfig(
+        **{**plain(config.pool), "shards": as_shards(where, folder), "default_caption": "an image"}
+    )
     scorer = build(config.scorer, "scorer", ScorerConfig)
     decode = build(config.decode, "decode", DecodeConfig)
     return scan(out, pool, scorer, decode, build(config.cluster, "cluster", ClusterConfig), ErrorBudget())

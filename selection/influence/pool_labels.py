@@ -32,7 +32,9 @@ class Coder:
         """(n,) int32 number of each value, UNKNOWN for nulls and for what is no name."""
         known = {str(i): i for i in range(len(self.names))} | {name: i for i, name in enumerate(self.names)}
         text = values.cast(pl.String)
-        return text.replace_strict(known, default=UNKNOWN, return_dtype=pl.Int32).fill_null(UNKNOWN).to_numpy()
+        return (
+            text.replace_strict(known, default=UNKNOWN, return_dtype=pl.Int32).fill_null(UNKNOWN).to_numpy()
+        )
 
     @classmethod
     def of_values(cls, key: str, found: set[str]) -> Coder:
@@ -40,9 +42,11 @@ class Coder:
         if len(found) < 2:
             raise Refused(f"{key}: {len(found)} different values in the pool; at least 2 are needed")
         if len(found) > MOST_CLASSES:
-            raise Refused(f"{key}: more than {MOST_CLASSES} different values in the pool; they name no classes")
+            raise Refused(
+                f"{key}: more than {MOST_CLASSES} different values in the pool; they name no classes"
+            )
         numbers = all(value.lstrip("-").isdigit() for value in found)
-        return cls(tuple(sorted(found, key=(lambda v: (int(v), v)) if numbers else None)))  # type: ignore[arg-type]
+        return cls(tuple(sorted(found, key=(lambda v: (int(v), v)) if numbers else None)))
 
 
 class LabelRule(Protocol):
@@ -123,7 +127,10 @@ class TrueLabels:
 
 
 def prompt_labels(
-    tower: str, names: Sequence[str], templates: Sequence[str], embed_text: Callable[[Sequence[str]], np.ndarray]
+    tower: str,
+    names: Sequence[str],
+    templates: Sequence[str],
+    embed_text: Callable[[Sequence[str]], np.ndarray],
 ) -> NearestLabels:
     """Classes by the mean of the unit embeddings of their prompts, made a unit again."""
     prompts = [template.format(name) for name in names for template in templates]

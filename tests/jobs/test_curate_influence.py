@@ -68,7 +68,7 @@ def common(pool: Path, tiny_scorer: Path, tmp_path_factory: pytest.TempPathFacto
     return [
         f"pool.shards={pool}/*.tar", f"out={tmp_path_factory.mktemp('out')}", f"scorer.weights={tiny_scorer}",
         "filters.dfn.top_fraction=1.0", "selection=influence", "selection.budget=0.2", "selection.l2=0.01",
-        "+pool.json_fields.group=str",
+        "+pool.json_fields.group=str", "selection.explain_depth=0",
     ]  # fmt: skip
 
 
@@ -86,7 +86,9 @@ def numbers(table: pl.DataFrame) -> set[int]:
     return {by_uid[row] for row in table.select("uid_hi", "uid_lo").rows()}
 
 
-def test_captions_that_harm_a_task_are_dropped(common: list[str], target: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_captions_that_harm_a_task_are_dropped(
+    common: list[str], target: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     more = ["selection.labels=captions", "selection.classes=[red,green,blue]", f"selection.target={target}"]
     assert call(curate, *common, *more, "run=task") == 0
     found, table = result(common, "task")
@@ -105,7 +107,7 @@ def test_captions_that_harm_a_task_are_dropped(common: list[str], target: Path, 
 
 def test_files_beside_the_decisions(common: list[str], target: Path) -> None:
     more = ["selection.classes=[red,green,blue]", f"selection.target={target}", "selection.rounds=2"]
-    assert call(curate, *common, *more, "run=files") == 0
+    assert call(curate, *common, *more, "selection.explain_depth=2", "run=files") == 0
     found, table = result(common, "files")
     stage = folder(common, "files") / "stages" / "01-influence"
     assert table.columns == ["uid_hi", "uid_lo", "label", "delta_if_removed_utility", "removed"]
@@ -137,7 +139,9 @@ def test_rows_of_the_pool_serve_where_no_target_is_given(common: list[str]) -> N
     assert found["held_out"] > 20
     assert found["held_out"] + found["rows"] == TOTAL - 1
     assert found["classes"] == ["cluster 0", "cluster 1", "cluster 2"]
-    assert call(curate, *common, "selection.labels=prompts", "selection.classes=[red,blue]", "run=prompts") == 0
+    assert (
+        call(curate, *common, "selection.labels=prompts", "selection.classes=[red,blue]", "run=prompts") == 0
+    )
     found, table = result(common, "prompts")
     assert set(table["label"].unique()) <= {"red", "blue"}
 
@@ -151,7 +155,11 @@ def test_remove_nothing_is_said_plainly(common: list[str], capfd: pytest.Capture
 def test_two_workers_or_none_interrupted_or_not_the_same_bytes(
     common: list[str], ray_cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    more = ["selection.objective=[utility,demographic_parity]", "selection.groups=group", "selection.group_floor=0.5"]
+    more = [
+        "selection.objective=[utility,demographic_parity]",
+        "selection.groups=group",
+        "selection.group_floor=0.5",
+    ]
     with monkeypatch.context() as on_ray:
         on_ray.setattr(influence_stage, "shard_map", lambda _workers: ordered_map_on_ray(2))
         assert call(curate, *common, *more, "run=two") == 0
@@ -186,8 +194,8 @@ def test_two_workers_or_none_interrupted_or_not_the_same_bytes(
         (["selection.target=/nowhere"], "selection.target=/nowhere"),
         (["selection.classes=/nowhere.txt"], "no such file"),
         (["selection.budget=1000", "selection.guard=false"], "budget=1000"),
-        (["selection.labels=key"], "no kept row"),
-        (["scorer=none", "~filters.dfn", "filters=[]"], "needs a scorer"),
+        (["selection.labels=url"], "0 different values"),
+        (["selection.labels=prompts", "selection.classes=[one]"], "at least 2"),
         (["stages=[selection]"], "put filters first"),
     ],
 )
@@ -198,3 +206,11 @@ def test_what_cannot_be_worked_with_is_refused_in_one_line(
     line = capfd.readouterr().err.strip().splitlines()[-1]
     assert line.startswith("winnow: ")
     assert message in line
+
+
+def test_a_pool_without_embeddings_is_refused(
+    pool: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [f"pool.shards={pool}/00000.tar", f"out={tmp_path}", "scorer=none", "filters=[caption]"]
+    assert call(curate, *arguments, "filters.caption.languages=null", "selection=influence") == 2
+    assert "it needs a scorer" in capfd.readouterr().err
