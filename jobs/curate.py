@@ -59,7 +59,7 @@ class CurateConfig:
 def build_stages(config: DictConfig) -> list[Stage]:
     """The links of the chain, in the order in which the configuration names them."""
     makers = {
-        "filters": _filter_stage,
+        "filters": filter_stage,
         "leakage": _leakage_stage,
         "dedup": _dedup_stage,
         "selection": _selection_stage,
@@ -111,7 +111,7 @@ def _dedup_stage(config: DictConfig) -> Stage:
     return DedupStage(build(config.dedup, "dedup", DedupConfig), home)
 
 
-def _filter_stage(config: DictConfig) -> Stage:
+def filter_stage(config: DictConfig) -> Stage:
     built = [
         build_target(node, f"filters.{name}", Filter).named(str(name))
         for name, node in config.filters.items()

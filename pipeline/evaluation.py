@@ -16,7 +16,6 @@ from pipeline.samples import IMAGE_EXTS
 from pipeline.shards import SHARD_SUFFIXES
 
 IMAGE_COLUMNS = ("jpg", "png", "webp", "image", "img", "bytes")
-LABEL = "label"
 ROWS = 2_000  # held at a time
 Image = tuple[str, bytes, str | None]  # key, bytes, label
 
@@ -24,9 +23,9 @@ Image = tuple[str, bytes, str | None]  # key, bytes, label
 def as_shards(path: str, folder: str) -> str:
     """A `pool.shards` value for the evaluation set at `path`; shards that have to be made go to `folder`.
 
-    Keys are row numbers of a parquet file, or paths within a folder of images. Labels are a parquet file's
-    column `label`, or the folder that an image lies in. Raises Refused for a parquet file without an image
-    column, and for a folder without images.
+    Keys are row numbers of a parquet file, or paths within a folder of images. The column `label`, or the name
+    of the folder that an image lies in, becomes a cls member. Raises Refused for a parquet file without an
+    image column, and for a folder without images.
     """
     if path.endswith(".parquet"):
         return _write(_parquet_images(path), folder)
@@ -39,11 +38,13 @@ def as_shards(path: str, folder: str) -> str:
             f"{path}: neither shards ({', '.join(SHARD_SUFFIXES)}) nor images ({', '.join(IMAGE_EXTS)})"
         )
     names = ((PurePosixPath(f).relative_to(PurePosixPath(p)), f) for f in files)
-    return _write(((_key(n), fs.cat_file(f), n.parent.name or None) for n, f in names), folder)
-
-
-def _key(name: PurePosixPath) -> str:
-    return str(name).replace(".", "_").replace("/", "_")
+    return _write(
+        (
+            (str(n).replace(".", "_").replace("/", "_"), fs.cat_file(f), n.parent.name or None)
+            for n, f in names
+        ),
+        folder,
+    )
 
 
 def _parquet_images(path: str) -> Iterator[Image]:
@@ -52,11 +53,11 @@ def _parquet_images(path: str) -> Iterator[Image]:
         column = next((c for c in IMAGE_COLUMNS if c in table.schema_arrow.names), None)
         if column is None:
             raise Refused(f"{path}: no image column (looked for {', '.join(IMAGE_COLUMNS)})")
+        columns = [column, *({"label"} & set(table.schema_arrow.names))]
         row = 0
-        columns = [column, *({LABEL} & set(table.schema_arrow.names))]
         for batch in table.iter_batches(256, columns=columns):
             for record in batch.to_pylist():
-                value, label = record[column], record.get(LABEL)
+                value, label = record[column], record.get("label")
                 data = value["bytes"] if isinstance(value, dict) else value
                 yield str(row), data, None if label is None else str(label)
                 row += 1
@@ -71,10 +72,13 @@ def _write(images: Iterator[Image], folder: str) -> str:
         path = storage.join(folder, f"{number:05d}.tar")
         with storage.commit(path) as tmp, tarfile.open(tmp, "w", format=tarfile.PAX_FORMAT) as tar:
             for key, data, label in some:
-                # an image is read by its bytes, not by its name
-                for suffix, content in (("jpg", data), ("cls", None if label is None else label.encode())):
-                    if content is not None:
-                        info = tarfile.TarInfo(f"{key}.{suffix}")
-                        info.size = len(content)
-                        tar.addfile(info, io.BytesIO(content))
+                _add(tar, f"{key}.jpg", data)  # read by its bytes, not by its name
+                if label is not None:
+                    _add(tar, f"{key}.cls", label.encode())
     return folder
+
+
+def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+    info = tarfile.TarInfo(name)
+    info.size = len(data)
+    tar.addfile(info, io.BytesIO(data))
