@@ -22,7 +22,8 @@ from pipeline.evaluation import as_shards, fingerprint
 from pipeline.samples import PoolConfig
 from pipeline.scan import ErrorBudget, Scan, scan
 from pipeline.scorer import Scorer, ScorerConfig
-from selection.influence.stage import InfluenceStage, InfluenceStageConfig
+from selection.influence.stage import InfluenceStage
+from selection.influence.stage_config import InfluenceStageConfig
 
 
 def build_stages(config: DictConfig) -> list[Stage]:
