@@ -38,6 +38,10 @@ def save_scorer(folder: Path, seed: int) -> Path:
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers as objects of this process: for tests of what is scanned, where Ray itself is not the matter."""
+    replace_cluster(monkeypatch)
+
+
+def replace_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     from pipeline import cluster
 
     def run(_workers: Any, actor: Any, args: Any, method: str, tasks: Any) -> Iterator[tuple[Any, Any]]:
