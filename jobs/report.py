@@ -1,4 +1,4 @@
-"""A finished run as one HTML file: funnel, scores with their cuts, pictures, duplicates, leakage, time, config.
+"""A finished run as one HTML file that opens anywhere: what was kept, what went, why, and what the cut decides.
 
 python -m jobs.report out=/data/winnow run=default
 """
@@ -17,15 +17,20 @@ from pipeline.report import write_report
 
 @dataclass(kw_only=True)
 class ReportConfig:
-    """out, run: the finished run; the report is written into its folder, as report.html."""
+    """out, run: the finished run; the report is written into its folder, as report.html.
+
+    condensed: a folder that jobs.condense wrote, to show its images too.
+    """
 
     out: str = MISSING
     run: str = "default"
+    condensed: str | None = None
 
 
 def run(node: DictConfig) -> None:
     config = build(node, "", ReportConfig)
-    print(write_report(Run(storage.absolute(config.out, "out"), config.run)))
+    condensed = storage.absolute(config.condensed, "condensed") if config.condensed else None
+    print(write_report(Run(storage.absolute(config.out, "out"), config.run), condensed))
 
 
 register("report", ReportConfig)

@@ -11,7 +11,7 @@ import yaml
 from pipeline import storage
 from pipeline.manifest import Run
 from pipeline.progress import Progress
-from pipeline.report import pairs, plots
+from pipeline.report import chosen, pairs, plots
 from pipeline.report.explorer import Explorer, explore
 from pipeline.report.funnel import funnel
 from pipeline.report.page import Section, about, render
@@ -21,8 +21,10 @@ from pipeline.report.survey import KEPT, Source, Survey, scores_of, survey
 LOWEST = 10  # shards that are listed because they kept least
 
 
-def write_report(run: Run) -> str:
-    """Write `<run>/report.html` and return its path. Raises Refused when the run has not finished.
+def write_report(run: Run, condensed: str | None = None) -> str:
+    """Write `<run>/report.html` and return its path. `condensed`: a folder of condensed images to show too.
+
+    Raises Refused when the run has not finished, or the folder holds no condensed images.
 
     Two passes over the columns that are shown, shard by shard; then single rows and the byte ranges of single
     pictures. The same run gives the same bytes.
@@ -31,8 +33,10 @@ def write_report(run: Run) -> str:
     source = Source.of(run)
     scores = scores_of(receipt)
     duplicates, leaks = pairs.duplicates(run), pairs.leaks(run)
-    wanted = [duplicates.uids() if duplicates else set(), *(leak.uids() for leak in leaks)]
-    seen = survey(source, scores, set().union(*wanted))
+    influence = chosen.influence(run)
+    condensed_set = chosen.condensed(condensed) if condensed else None
+    told = [part for part in (duplicates, influence, *leaks) if part]
+    seen = survey(source, scores, {uid for part in told for uid in part.uids()})
     explorers = explore(source, scores, seen.ranges)
     album = Album(run.decisions, source.tables.folder, [s.column for s in scores])
     with Progress("report, pictures", 1, "step") as progress:
@@ -44,6 +48,9 @@ def write_report(run: Run) -> str:
         _grids(receipt, seen),
         _duplicates(duplicates, receipt, seen),
         _leakage(leaks, receipt, seen),
+        _influence(influence, seen),
+        _condensed(condensed_set),
+        _proof(chosen.proofs(run)),
         _shards(run, receipt),
         _time(receipt),
         _config(receipt),
@@ -128,6 +135,21 @@ def _leakage(found: Sequence[pairs.Leaks], receipt: Mapping[str, Any], seen: Sur
         "leakage", "Leakage",
         {"sets": found, "dropped": receipt["dropped"], "config": config, "place": _placed(seen)},
     )  # fmt: skip
+
+
+def _influence(found: chosen.Influence | None, seen: Survey) -> Section | None:
+    return Section("influence", "Influence", {"found": found, "place": _placed(seen)}) if found else None
+
+
+def _condensed(found: chosen.Condensed | None) -> Section | None:
+    if found is None:
+        return None
+    ranks = max(map(len, found.rows.values()), default=0)
+    return Section("condensed", "Condensed", {"found": found, "ranks": ranks})
+
+
+def _proof(found: list[dict[str, Any]]) -> Section | None:
+    return Section("proof", "Proof", {"proofs": found}) if found else None
 
 
 def _placed(seen: Survey) -> Any:

@@ -50,11 +50,15 @@ class Explorer:
         """Rows that stay for each position of the cut: len(edges) + 2."""
         return [*list(accumulate(self.stays[::-1].tolist()))[::-1], 0]
 
-    def bins(self, value: np.ndarray, dropped: np.ndarray) -> np.ndarray:
-        """Bin of each finite value; `dropped` are the rows that the run's cut dropped."""
-        found = np.searchsorted(self.edges, value, side="right")
-        if self.cut is not None and self.at <= len(self.edges):
-            found[dropped & (value == self.cut)] = self.at - 1
+    def bins(self, value: np.ndarray, dropped: np.ndarray, single: bool) -> np.ndarray:
+        """Bin of each finite value; `dropped` are the rows that the run's cut dropped.
+
+        single: the column is float32, and so a threshold is rounded before values are held against it.
+        """
+        edges = self.edges.astype(np.float32).astype(np.float64) if single else self.edges
+        found = np.searchsorted(edges, value, side="right")
+        if self.cut is not None:
+            found[dropped & (value == edges[self.at - 1])] = self.at - 1
         return found
 
     def levels(self) -> list[dict[str, Any]]:
@@ -93,12 +97,13 @@ def explore(source: Source, scores: Sequence[Score], ranges: dict[str, Range]) -
 
 def _add(explorer: Explorer, sample: Smallest, quantiles: np.ndarray, frame: pl.DataFrame) -> None:
     value = finite(frame, explorer.score.column)
+    single = frame[explorer.score.column].dtype == pl.Float32
     frame = frame.with_columns(value=pl.Series(value)).filter(pl.col("value").is_not_nan())
     value = frame["value"].to_numpy()
     group = frame["group"]
     dropped = (group == (explorer.score.reason or "")).to_numpy()
     mine = dropped | (group == KEPT).to_numpy()
-    position = explorer.bins(value, dropped)
+    position = explorer.bins(value, dropped, single)
     size = len(explorer.edges) + 1
     explorer.stays += np.bincount(position[mine], minlength=size)
     explorer.others += np.bincount(position[~mine], minlength=size)

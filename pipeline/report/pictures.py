@@ -17,6 +17,7 @@ from PIL import Image
 
 from pipeline import storage
 from pipeline.decisions import Decisions
+from pipeline.decode import FORMATS
 from pipeline.samples import format_uid
 from pipeline.tables import TableSet
 
@@ -156,9 +157,9 @@ def _pictures(records: list[dict[str, Any]]) -> tuple[list[tuple[str | None, str
 
 def _unseen(record: Mapping[str, Any]) -> str:
     """Why no picture of this row is tried; empty when it is."""
-    if record["status"] != "ok" or record["offset"] is None or record["sha256"] is None:
+    if record["status"] != "ok":
         return f"no picture: {record['status']}"
-    return ""
+    return "" if record["offset"] is not None and record["sha256"] is not None else "the pool has no pictures"
 
 
 def _read_spans(path: str, spans: list[tuple[int, int]]) -> list[bytes]:
@@ -179,7 +180,7 @@ def _thumbnail(data: bytes, digest: bytes) -> tuple[str | None, str, bool]:
     if hashlib.sha256(data).digest() != digest:
         return None, "the shard has changed since the scan", False
     try:
-        image = Image.open(io.BytesIO(data))
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
         image.draft("RGB", (2 * SIDE, 2 * SIDE))
         small = image.convert("RGB")
     except (

@@ -68,3 +68,12 @@ def nice_values(low: float, high: float, wanted: int) -> list[float]:
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough)
     digits = max(0, 2 - math.floor(math.log10(step)))
     return [round(k * step, digits) for k in range(math.ceil(low / step), math.floor(high / step + 1e-9) + 1)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Times that people name, between low and high seconds (both above 0); about six at most."""
+    named = [m * 10.0**p for p in range(-3, 2) for m in (1, 2, 5)]
+    named += [60 * m for m in (1, 2, 5, 10, 20, 30)] + [3600 * m for m in (1, 2, 5, 10, 24, 48, 100, 240)]
+    named = sorted(t for t in named if low <= t <= high and t not in (50.0,))
+    step = -(-len(named) // 6) or 1
+    return named[::step]

@@ -60,7 +60,7 @@ def found(values: np.ndarray, cut: float | None = None) -> Range:
 def test_counts_at_every_cut_are_those_of_the_values(cut: float) -> None:
     values = np.random.default_rng(1).normal(size=5000).astype(np.float32)
     explorer = _explorer(Score(column="s", reason="r"), found(values, cut))
-    position = explorer.bins(values.astype(np.float64), np.zeros(len(values), bool))
+    position = explorer.bins(values.astype(np.float64), np.zeros(len(values), bool), False)
     explorer.stays += np.bincount(position, minlength=len(explorer.edges) + 1)
     above = explorer.above()
     assert (above[0], above[-1]) == (5000, 0)
@@ -72,7 +72,7 @@ def test_counts_at_every_cut_are_those_of_the_values(cut: float) -> None:
 def test_equal_scores_lie_where_the_runs_tie_break_put_them() -> None:
     values = np.array([0.1, 0.5, 0.5, 0.5, 0.9])
     explorer = _explorer(Score(column="s", reason="r"), found(values, 0.5))
-    position = explorer.bins(values, np.array([True, True, True, False, False]))
+    position = explorer.bins(values, np.array([True, True, True, False, False]), False)
     explorer.stays += np.bincount(position, minlength=len(explorer.edges) + 1)
     assert explorer.above()[explorer.at] == 2
 
