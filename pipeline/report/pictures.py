@@ -22,6 +22,7 @@ from pipeline.samples import format_uid
 from pipeline.tables import TableSet
 
 SIDE = 128  # longest side of a thumbnail, pixels
+TINY = 64  # up to this side pixels are shown as squares
 QUALITY = 72
 CAPTION = 600  # characters shown of a caption
 THREADS = 8  # shards read at a time; their latency counts when they are far
@@ -187,16 +188,15 @@ def _thumbnail(data: bytes, digest: bytes) -> tuple[str | None, str, bool]:
         Exception
     ) as e:  # the scan decoded it, with other limits or another version; what is wrong is shown
         return None, f"not decoded: {type(e).__name__}", False
-    tiny = max(small.size) <= SIDE // 2
-    return data_uri(small), "", tiny
+    return data_uri(small), "", max(small.size) <= TINY
 
 
 def data_uri(image: Image.Image) -> str:
-    """An RGB image of at most SIDE pixels a side as a WebP data URI."""
+    """An RGB image at no more than SIDE pixels a side as a WebP data URI; tiny ones keep every pixel as it is."""
     small = image.copy()
     small.thumbnail((SIDE, SIDE), Image.Resampling.LANCZOS)
     buffer = io.BytesIO()
-    small.save(buffer, "WEBP", quality=QUALITY, method=4)
+    small.save(buffer, "WEBP", lossless=max(small.size) <= TINY, quality=QUALITY, method=4)
     return "data:image/webp;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
