@@ -27,6 +27,7 @@ from pipeline.samples import PoolConfig
 from pipeline.scan import ErrorBudget, Scan, scan
 from pipeline.scorer import ScorerConfig
 from pipeline.tables import digest_json
+from selection.run_rounds import RoundsConfig, describe, write_rounds
 
 
 @dataclass(kw_only=True)
@@ -34,6 +35,7 @@ class CurateConfig:
     """out: the folder that holds tables and runs. run: this selection's name in it.
 
     stages: the order of the links after the scan; those whose config group is `none` are passed over.
+    rounds: RS2 rounds over what is kept, written last; `rounds.rounds=200` for so many of them.
     """
 
     out: str = MISSING
@@ -47,6 +49,7 @@ class CurateConfig:
     filters: dict[str, Any] = field(default_factory=dict)
     leakage: LeakageStageConfig = field(default_factory=LeakageStageConfig)
     dedup: Any = None
+    rounds: RoundsConfig = field(default_factory=lambda: RoundsConfig(rounds=0))
     stages: list[str] = field(default_factory=lambda: ["filters", "leakage", "dedup"])
 
 
@@ -103,6 +106,7 @@ def run(config: DictConfig) -> None:
     errors = build(config.errors, "errors", ErrorBudget)
     cluster = build(config.cluster, "cluster", ClusterConfig)
     stages = build_stages(config)
+    rounds = build(config.rounds, "rounds", RoundsConfig)
     if "/" in config.run or config.run in ("", ".", ".."):
         raise Refused(f"run={config.run}: must be a plain name")
     here = Run(storage.absolute(config.out, "out"), config.run)
@@ -121,7 +125,10 @@ def run(config: DictConfig) -> None:
             "scanned_shards": scanned.scanned,
         }
         receipt = write_outputs(here, scanned, last, results, about)
+        drawn = write_rounds(here, rounds, cluster) if rounds.rounds else None
     _print(here, receipt)
+    if drawn:
+        print(describe(here, drawn))
 
 
 def _print(run_: Run, receipt: dict[str, Any]) -> None:
