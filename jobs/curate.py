@@ -23,6 +23,7 @@ from pipeline.manifest import Run, write_outputs
 from pipeline.samples import PoolConfig
 from pipeline.scan import ErrorBudget, scan
 from pipeline.scorer import ScorerConfig
+from selection.run_rounds import RoundsConfig, describe, write_rounds
 
 
 @dataclass(kw_only=True)
@@ -30,6 +31,7 @@ class CurateConfig:
     """out: the folder that holds tables and runs. run: this selection's name in it.
 
     stages: the order of the links after the scan; those whose config group is `none` are passed over.
+    rounds: RS2 rounds over what is kept, written last; `rounds.rounds=200` for so many of them.
     """
 
     out: str = MISSING
@@ -45,6 +47,7 @@ class CurateConfig:
     dedup: Any = None
     selection: Any = None
     stages: list[str] = field(default_factory=lambda: ["filters", "leakage", "dedup", "selection"])
+    rounds: RoundsConfig = field(default_factory=lambda: RoundsConfig(rounds=0))
 
 
 def run(config: DictConfig) -> None:
@@ -54,6 +57,7 @@ def run(config: DictConfig) -> None:
     errors = build(config.errors, "errors", ErrorBudget)
     cluster = build(config.cluster, "cluster", ClusterConfig)
     stages = build_stages(config)
+    rounds = build(config.rounds, "rounds", RoundsConfig)
     if "/" in config.run or config.run in ("", ".", ".."):
         raise Refused(f"run={config.run}: must be a plain name")
     here = Run(storage.absolute(config.out, "out"), config.run)
@@ -72,7 +76,10 @@ def run(config: DictConfig) -> None:
             "scanned_shards": scanned.scanned,
         }
         receipt = write_outputs(here, scanned, last, results, about)
+        drawn = write_rounds(here, rounds, cluster) if rounds.rounds else None
     _print(here, receipt)
+    if drawn:
+        print(describe(here, drawn))
 
 
 def _print(run_: Run, receipt: dict[str, Any]) -> None:
