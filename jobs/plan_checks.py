@@ -14,9 +14,9 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from filters.duplicates.stage import DedupConfig
-from filters.leakage_stage import LeakageStageConfig
-from jobs.curate import build_stages
+from filters.leakage_stage import LeakageConfig
 from jobs.launch import build, plain
+from jobs.stages import build_stages
 from pipeline import storage
 from pipeline.cluster import ClusterConfig
 from pipeline.decode import DecodeConfig
@@ -24,6 +24,8 @@ from pipeline.errors import Refused, WinnowError
 from pipeline.samples import PoolConfig
 from pipeline.scan import ErrorBudget, Survey, survey
 from pipeline.scorer import ScorerConfig
+from selection.influence.stage_config import InfluenceStageConfig
+from selection.run_rounds import RoundsConfig
 
 SECTIONS: dict[str, type] = {
     "pool": PoolConfig,
@@ -31,8 +33,10 @@ SECTIONS: dict[str, type] = {
     "errors": ErrorBudget,
     "cluster": ClusterConfig,
     "scorer": ScorerConfig,
-    "leakage": LeakageStageConfig,
+    "leakage": LeakageConfig,
     "dedup": DedupConfig,
+    "selection": InfluenceStageConfig,
+    "rounds": RoundsConfig,
 }
 READ_AHEAD = 16  # shards of which the first bytes are read
 T = TypeVar("T")
@@ -73,7 +77,9 @@ class Plan:
     def check(self) -> None:
         """Every section by itself: all of its wrong fields, then what only shows when they are put together."""
         for key, schema in SECTIONS.items():
-            node = self.config[key]
+            node = self.config[key].copy() if self.config[key] else None
+            if key == "dedup" and node:
+                node.scorer = node.scorer or None  # the choice `none` is empty
             if not node:  # scorer=none, dedup=none
                 self.parts[key] = None
             else:

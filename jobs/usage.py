@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 def usage(conf: Path, name: str, about: str, schema: type, sections: Mapping[str, type]) -> str:
     """The help of the job `name`, from its module's docstring and those of its configuration's classes."""
     keys = [_documented("", schema)]
-    keys += [_documented(key, kind) for key, kind in {**dict(_parts(schema)), **sections}.items()]
+    keys += [_documented(key, kind) for key, kind in {**dict(sections_of(schema)), **sections}.items()]
     choices = [f"  {group}={' | '.join(names)}" for group, names in sorted(_choices(conf, name).items())]
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(str(conf), version_base="1.3"):
@@ -24,7 +24,8 @@ def usage(conf: Path, name: str, about: str, schema: type, sections: Mapping[str
     parts = [
         about.strip(),
         "KEYS\n" + "\n".join(k for k in keys if k),
-        "VALUES unless told otherwise, as KEY=VALUE, SECTION.KEY=VALUE (??? must be given)\n" + _indented(values),
+        "VALUES unless told otherwise, as KEY=VALUE, SECTION.KEY=VALUE (??? must be given)\n"
+        + _indented(values),
     ]
     if choices:
         parts.append("CHOICES, each a set of values\n" + "\n".join(choices))
@@ -37,10 +38,12 @@ def _documented(key: str, kind: type) -> str:
     if text.startswith(f"{kind.__name__}("):  # what dataclasses write themselves
         return ""
     lines = [line for line in text.splitlines() if line.strip()]
-    return _indented("\n".join([f"{key}: {lines[0]}", *(f"  {line}" for line in lines[1:])] if key else lines))
+    return _indented(
+        "\n".join([f"{key}: {lines[0]}", *(f"  {line}" for line in lines[1:])] if key else lines)
+    )
 
 
-def _parts(schema: type) -> Iterator[tuple[str, type]]:
+def sections_of(schema: type) -> Iterator[tuple[str, type]]:
     """Fields that are sections of their own, with their classes."""
     hints: dict[str, Any] = get_type_hints(schema)
     for f in fields(schema):
@@ -51,7 +54,8 @@ def _parts(schema: type) -> Iterator[tuple[str, type]]:
 def _choices(conf: Path, name: str) -> dict[str, list[str]]:
     """Config groups of a job and what each can be, from the defaults of its file and of those that it is built on."""
     found: dict[str, list[str]] = {}
-    for entry in OmegaConf.load(conf / f"{name}.yaml").get("defaults", []):
+    content: Any = OmegaConf.to_container(OmegaConf.load(conf / f"{name}.yaml"))
+    for entry in content.get("defaults", []):
         if isinstance(entry, str):
             if entry not in ("_self_", "quiet") and (conf / f"{entry}.yaml").exists():
                 found |= _choices(conf, entry)
