@@ -1,6 +1,6 @@
 """A census of a million captions against polars reading the column: seconds and peak memory.
 
-python -m benchmarks.census [--rows 1000000] [--pool FILE.parquet]
+python -m benchmarks.census [--rows 1000000] [--pool FILE.parquet] [--turns 2]
 
 Without a pool it makes one: captions of 4 to 16 words of a Zipf vocabulary, a fifth of them copies of others.
 Each side runs in a process of its own, so that its peak is its own.
@@ -88,12 +88,13 @@ def main() -> None:
     )
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--pool", type=Path)
+    parser.add_argument("--turns", type=int, default=2)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         path = arguments.pool or Path(folder) / "pool.parquet"
         if not arguments.pool:
             make(path, arguments.rows)
-        for _ in range(2):  # in turns: the machine may be busier at one time than at another
+        for _ in range(arguments.turns):  # in turns: the machine may be busier at one time than at another
             measure("polars reads the column", read_column, str(path))
             measure("census without near duplicates", census, str(path), 0)
             measure("census, near duplicates of 300,000 captions", census, str(path), 300_000)
