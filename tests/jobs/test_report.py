@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from jobs import curate, report
-from tests.build import call, jpeg, make_shard, sample, uid
-from tests.conftest import run_in_process
+from tests.build import call, jpeg, make_shard, sample, uid, work_in_process
 
 HOSTILE = [
     "</script><img src=x onerror=\"document.title='owned'\">",
@@ -63,7 +62,7 @@ def run(pool: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run's folder: a top fraction on a column with ties, then exact duplicates."""
     out = tmp_path_factory.mktemp("out")
     with pytest.MonkeyPatch.context() as patch:
-        run_in_process(patch)
+        work_in_process(patch.setattr)
         code = call(
             curate, f"pool.shards={pool}/*.tar", f"out={out}", "scorer=none", "filters=[column]",
             "filters.column.column=aesthetic", "filters.column.top_fraction=0.4", "dedup=exact",
