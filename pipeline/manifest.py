@@ -200,7 +200,7 @@ def _receipt(
     identity = scan.tables.identity()
     return {
         "pool": {
-            "shards": len(scan.reports),
+            "shards": len({r.shard for r in scan.reports}),
             "samples": scan.samples,
             "damaged_shards": [
                 {"shard": r.shard, "reason": r.damage, "detail": r.detail, "lost": r.lost}

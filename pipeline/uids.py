@@ -25,25 +25,49 @@ class UidSorter:
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="winnow-uids-")
         self._file = open(os.path.join(self._folder.name, "all"), "wb")
+        self._held: list[np.ndarray] = []
+        self._spilled = 0
         self.count = 0
 
     def add(self, hi: np.ndarray, lo: np.ndarray, shard: int, rows: np.ndarray) -> None:
         records = np.empty(len(hi), RECORD)
         records["hi"], records["lo"], records["shard"], records["row"] = hi, lo, shard, rows
-        records.tofile(self._file)
+        self._held.append(records)
         self.count += len(records)
+        if self.count - self._spilled > IN_MEMORY:
+            self._spill()
+
+    def _spill(self) -> None:
+        for records in self._held:
+            records.tofile(self._file)
+        self._held, self._spilled = [], self.count
 
     def sorted_ranges(self) -> Iterator[np.ndarray]:
         """Record arrays, each sorted, each wholly before the next. Ends the sorter."""
+        for records in self._unsorted_ranges():
+            yield _sorted(records)
+
+    def repeats(self) -> Iterator[np.ndarray]:
+        """Record arrays of all but the first of the records that share a uid. Ends the sorter."""
+        for records in self._unsorted_ranges():
+            hi = np.sort(records["hi"])  # where no high half is shared, and that is nearly everywhere, no uid is
+            shared = hi[1:][hi[1:] == hi[:-1]]
+            if len(shared):
+                records = _sorted(records[np.isin(records["hi"], shared)])
+                same = (records["hi"][1:] == records["hi"][:-1]) & (records["lo"][1:] == records["lo"][:-1])
+                yield records[1:][same]
+
+    def _unsorted_ranges(self) -> Iterator[np.ndarray]:
+        """Record arrays whose uids are each wholly before the next one's."""
+        if self._spilled:
+            self._spill()
         self._file.close()
         with self._folder:
-            if self.count == 0:
-                return
-            records = np.memmap(self._file.name, RECORD, "r")
-            if self.count <= IN_MEMORY:
-                yield _sorted(np.array(records))
-                return
-            yield from self._ranges(records)
+            if self._spilled:
+                yield from self._ranges(np.memmap(self._file.name, RECORD, "r"))
+            elif self.count:
+                held, self._held = np.concatenate(self._held), []
+                yield held
 
     def _ranges(self, records: np.ndarray) -> Iterator[np.ndarray]:
         parts = -(-self.count * 2 // IN_MEMORY)
@@ -57,12 +81,16 @@ class UidSorter:
                 block[part == i].tofile(files[i])
         for f in files:
             f.close()
-            yield _sorted(np.fromfile(f.name, RECORD))
+            yield np.fromfile(f.name, RECORD)
             os.unlink(f.name)
 
 
 def _sorted(records: np.ndarray) -> np.ndarray:
-    return records[np.lexsort((records["row"], records["shard"], records["lo"], records["hi"]))]
+    order = np.argsort(records["hi"])  # settles all but uids that share their high half: ten times a full sort's speed
+    hi = records["hi"][order]
+    if (hi[1:] == hi[:-1]).any():
+        order = np.lexsort((records["row"], records["shard"], records["lo"], records["hi"]))
+    return records[order]
 
 
 def repeated_uids(tables: TableSet, ids: Sequence[str]) -> dict[str, np.ndarray]:
@@ -76,9 +104,8 @@ def repeated_uids(tables: TableSet, ids: Sequence[str]) -> dict[str, np.ndarray]
         hi, lo = frame["uid_hi"].to_numpy()[rows], frame["uid_lo"].to_numpy()[rows]
         sorter.add(hi, lo, number, rows)
     found: dict[str, list[int]] = {}
-    for records in sorter.sorted_ranges():
-        same = (records["hi"][1:] == records["hi"][:-1]) & (records["lo"][1:] == records["lo"][:-1])
-        for record in records[1:][same]:
+    for records in sorter.repeats():
+        for record in records:
             found.setdefault(ids[record["shard"]], []).append(int(record["row"]))
     return {shard: np.sort(np.array(rows, np.int64)) for shard, rows in found.items()}
 
