@@ -15,6 +15,7 @@ from pipeline import reasons
 from pipeline.cluster import ClusterConfig
 from pipeline.decisions import DECISION, Chain
 from pipeline.errors import Refused
+from pipeline.tables import Passes
 from pipeline.uids import repeated_uids
 
 
@@ -37,11 +38,12 @@ class FilterStage:
     def run(self, chain: Chain) -> Iterator[tuple[str, pl.DataFrame]]:
         self._check_columns(chain)
         prepared = [f.prepare(chain.tables, chain.ids, self.workers) for f in self.filters]
-        repeated = repeated_uids(chain.tables, chain.ids)
+        passes = Passes(chain.tables, chain.ids)
+        repeated = repeated_uids(passes.stream(["uid_hi", "uid_lo", "status"]))
 
         def pool(columns: Sequence[str]) -> Iterator[pl.DataFrame]:
             wanted = list(dict.fromkeys([*columns, "status"]))
-            for shard, frame in chain.tables.stream(chain.ids, wanted):
+            for shard, frame in passes.stream(wanted):
                 out = frame["status"] != "ok"
                 if (rows := repeated.get(shard)) is not None:
                     out = out.scatter(rows, True)
@@ -51,7 +53,7 @@ class FilterStage:
         verdicts = [v for f in fitted for v in f.verdicts()]
         needed = dict.fromkeys(c for f in fitted for c in f.columns())
         columns = list(dict.fromkeys(["uid_hi", "uid_lo", "status", *needed]))
-        for shard, frame in chain.tables.stream(chain.ids, columns):
+        for shard, frame in passes.stream(columns):
             yield shard, decide(frame, verdicts, repeated.get(shard))
 
     def _check_columns(self, chain: Chain) -> None:
@@ -85,8 +87,6 @@ def decide(frame: pl.DataFrame, verdicts: Sequence[Verdict], repeated: np.ndarra
     ]
     fails = [pl.when(v.fails.fill_null(True)).then(pl.lit(i, pl.Int32)) for i, v in enumerate(out)]
     first = frame.select(pl.coalesce(*fails, pl.lit(None, pl.Int32)).alias("first"))["first"]
-    if len(first) != len(frame):  # every verdict was a literal
-        first = first.new_from_index(0, len(frame))
     reason = pl.Series("reason", [v.reason for v in out], pl.String).gather(first)
     unread = (first == 0).fill_null(False)
     if unread.any():
@@ -119,7 +119,8 @@ def _values(
         if own.any():
             value = verdicts[i].value
             assert value is not None
-            found.append(frame.filter(own).select(value.cast(pl.Float64).alias("value"))["value"])
+            looked_at = frame.select(*dict.fromkeys(value.meta.root_names())).filter(own)
+            found.append(looked_at.select(value.cast(pl.Float64).alias("value"))["value"])
             rows.append(own.arg_true())
     values = pl.Series("value", [], pl.Float64).extend_constant(None, len(frame))
     return values.scatter(pl.concat(rows), pl.concat(found)) if rows else values

@@ -62,10 +62,12 @@ class Source:
             file = pq.ParquetFile(f)
             names = _names(file.schema_arrow)
             wanted = {c: names[c][0] for c in columns if c in names}
-            table = file.read_row_groups(list(self.groups), columns=list(wanted.values()))
-        frame = pl.from_arrow(table)
-        assert isinstance(frame, pl.DataFrame)
-        return frame.select(pl.col(theirs).alias(ours) for ours, theirs in wanted.items())
+            if storage.is_local(self.path):  # polars reads local files a third faster
+                lazy = pl.scan_parquet(storage.resolve(self.path)[1], glob=False).slice(self.first, self.rows)
+            else:
+                table = file.read_row_groups(list(self.groups), columns=list(wanted.values()))
+                lazy = pl.DataFrame(table).lazy()
+        return lazy.select(pl.col(theirs).alias(ours) for ours, theirs in wanted.items()).collect()
 
     def embeddings(self, array: str, block: int) -> Iterator[np.ndarray]:
         """Blocks of rows of an array of the npz file beside this one; see `npz.stream_rows`."""

@@ -11,6 +11,7 @@ features/<table set>/set.json               what the tables were made with
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 from collections import deque
@@ -30,6 +31,7 @@ from pipeline.metadata import Source
 from pipeline.shards import stem
 
 TABLE_VERSION = 1
+HELD = 1 << 29  # bytes: a pass over 20 million uids and scores
 ROW_GROUP = 8192
 TYPES = {"str": pa.string(), "int": pa.int64(), "float": pa.float64(), "bool": pa.bool_()}
 NAME = pa.dictionary(pa.int32(), pa.string())
@@ -204,6 +206,29 @@ class TableSet:
         block = self.embeddings(shard, name)
         for start in range(0, len(block), rows):
             yield block[start : start + rows]
+
+
+class Passes:
+    """Several passes over the same tables: columns stay in memory from one to the next while they fit in HELD bytes."""
+
+    def __init__(self, tables: TableSet, ids: Sequence[str]) -> None:
+        self.tables, self.ids = tables, ids
+        self._held: dict[str, pl.DataFrame] = {}
+        self._left = HELD
+
+    def stream(self, columns: Sequence[str]) -> Iterator[tuple[str, pl.DataFrame]]:
+        """As `TableSet.stream`."""
+        alike = itertools.groupby(self.ids, lambda i: tuple(self._held[i].columns) if i in self._held else ())
+        for have, group in alike:
+            ids = list(group)
+            new = [c for c in columns if c not in have]
+            for shard, frame in self.tables.stream(ids, new) if new else ((i, pl.DataFrame()) for i in ids):
+                size = frame.estimated_size()
+                whole = self._held[shard].hstack(frame) if have else frame
+                if new and size <= self._left:
+                    self._left -= size
+                    self._held[shard] = whole
+                yield shard, whole.select(columns)
 
 
 class TableWriter:
