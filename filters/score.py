@@ -44,7 +44,7 @@ class ScoreCut(Filter):
         return [self.column]
 
     def reasons(self) -> dict[str, str]:
-        return {f"{self.name}_below_cut": f"its {self.column} is below the cut of the filter {self.name!r}"}
+        return {f"{self.name}_below_cut": f"its score is below the cut of the filter {self.name!r}"}
 
     def fit(self, pool: PoolColumns) -> ScoreCut:
         if self.top_fraction is None:

@@ -80,15 +80,14 @@ def _settle(blocks: Blocks, searches: list[_Search]) -> list[Boundary]:
     found: dict[tuple[int, ...], dict[int, Boundary]] = {}
     for prefix in dict.fromkeys(s.prefix for s in searches):
         parts = [_candidates(block, prefix) for block in blocks()]
-        keys, hi, lo = (np.concatenate(column) for column in zip(*parts))
+        keys = np.concatenate([part[0] for part in parts])
         wanted = sorted({s.k for s in searches if s.prefix == prefix})
         ordered = np.partition(keys, [k - 1 for k in wanted])
         found[prefix] = {}
         for k in wanted:
             key = ordered[k - 1]
-            tied = np.flatnonzero(keys == key)
-            tied = tied[np.lexsort((lo[tied], hi[tied]))]
-            row = tied[k - 1 - int((keys < key).sum())]
+            hi, lo = (np.concatenate([part[i][part[0] == key] for part in parts]) for i in (1, 2))
+            row = np.lexsort((lo, hi))[k - 1 - int((keys < key).sum())]
             found[prefix][k] = Boundary(_score(int(key)), int(hi[row]), int(lo[row]))
     return [found[s.prefix][s.k] for s in searches]
 
@@ -115,9 +114,8 @@ def _digit(keys: tuple[np.ndarray, ...], position: int) -> np.ndarray:
 def _descending(score: np.ndarray) -> np.ndarray:
     """uint64 keys that ascend as float64 scores descend (IEEE 754 order; -0.0 equals 0.0)."""
     bits = (np.asarray(score, np.float64) + 0.0).view(np.uint64)
-    sign = np.uint64(1) << np.uint64(63)
-    ascending = np.where(bits & sign, ~bits, bits | sign)
-    return ~ascending
+    negative = (bits.view(np.int64) >> 63).view(np.uint64)  # all ones, or none
+    return ~(bits ^ (negative | np.uint64(1 << 63)))
 
 
 def _score(key: int) -> float:
