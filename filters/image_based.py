@@ -69,7 +69,9 @@ class ImageBased(Filter):
     def prepare(self, tables: TableSet, ids: Sequence[str], workers: ClusterConfig) -> ImageBased:
         """Train or load the centroids, then find every row's nearest, on the cluster; both stay with the tables."""
         target = self._target()
-        given = storage.signature(self.centroids) if self.centroids and storage.exists(self.centroids) else None
+        given = (
+            storage.signature(self.centroids) if self.centroids and storage.exists(self.centroids) else None
+        )
         pool = None if self.centroids else [[i, _digest(tables, i)] for i in ids]
         made_by = [self.embedding, self.centroids, given, self.clusters, self.seed, pool]
         column = f"cluster_{digest_json(made_by)}"
@@ -142,6 +144,7 @@ class ImageBased(Filter):
             min_points_per_centroid=1, max_points_per_centroid=POINTS, gpu=faiss.get_num_gpus() > 0,
         )  # fmt: skip
         means.train(sample)
+        assert means.centroids is not None
         return means.centroids
 
     def _assign(

@@ -14,7 +14,9 @@ from pipeline.tables import TableSet
 
 WORD = r"[^\s\x1c-\x1f]+"  # what Python's str.split takes for a word, as the reference counts them
 BLANK = r"[\s\x1c-\x1f]+"
-COUNTED = 20  # words up to which a minimum is tested by a pattern that stops there: six times as fast as counting
+COUNTED = (
+    20  # words up to which a minimum is tested by a pattern that stops there: six times as fast as counting
+)
 
 
 @dataclass(kw_only=True)

@@ -60,7 +60,9 @@ class ScoreCut(Filter):
             yield score[finite], frame["uid_hi"].to_numpy()[finite], frame["uid_lo"].to_numpy()[finite]
 
     def verdicts(self) -> list[Verdict]:
-        own = pl.col(self.column)  # a threshold is held against the column in its own precision, as the reference does
+        own = pl.col(
+            self.column
+        )  # a threshold is held against the column in its own precision, as the reference does
         value = own.cast(pl.Float64)
         reason = f"{self.name}_below_cut"
         finite = Verdict("non_finite_score", ~value.is_finite(), value)

@@ -43,7 +43,9 @@ class LanguageWorker:
         """Write the column of one table; returns its rows. Raises Refused when its file has no captions."""
         if "caption" not in self.tables.columns(shard):
             source = self.tables.source(shard)
-            raise Refused(f"{source.path if source else shard}: no column 'text', so captions have no language")
+            raise Refused(
+                f"{source.path if source else shard}: no column 'text', so captions have no language"
+            )
         captions = self.tables.read(shard, ["caption"])["caption"].to_list()
         found = [language(c) if c and c.strip() else None for c in captions]
         self.tables.write_column(shard, COLUMN, pa.array(found, pa.string()).dictionary_encode().cast(NAME))

@@ -46,9 +46,7 @@ class MetadataWorker:
         """Write the table and its report. Raises Refused for a file without uids."""
         hi, lo, valid = self._uids(task.source)
         ok = valid | self.synthesise
-        status = pa.DictionaryArray.from_arrays(
-            pa.array((~ok).astype(np.int32)), ["ok", "invalid_uid"]
-        )
+        status = pa.DictionaryArray.from_arrays(pa.array((~ok).astype(np.int32)), ["ok", "invalid_uid"])
         shard = pa.DictionaryArray.from_arrays(pa.array(np.zeros(len(hi), np.int32)), [task.shard])
         schema = OWN.with_metadata(task.source.encode())
         for name in storage.listdir(self.tables.folder):  # columns derived from an earlier state of the file
@@ -71,9 +69,7 @@ class MetadataWorker:
         with storage.open_file(source.path) as f:
             file = pq.ParquetFile(f)
             if "uid" not in file.schema_arrow.names:
-                raise Refused(
-                    f"{source.path}: no column 'uid'; it has {', '.join(file.schema_arrow.names)}"
-                )
+                raise Refused(f"{source.path}: no column 'uid'; it has {', '.join(file.schema_arrow.names)}")
             column = file.read_row_groups(list(source.groups), columns=["uid"]).column(0)
         texts = column.cast(pa.large_string()).combine_chunks()
         try:

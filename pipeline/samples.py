@@ -46,7 +46,9 @@ class PoolConfig:
         if not self.shards and not self.metadata:
             raise ValueError("shards: give a path, glob, braces, folder or URL, or a list of these")
         if self.shards and self.metadata:
-            raise ValueError("metadata: give it or shards, not both; metadata beside shards is found by itself")
+            raise ValueError(
+                "metadata: give it or shards, not both; metadata beside shards is found by itself"
+            )
         if self.missing not in ("error", "skip"):
             raise ValueError(f"missing={self.missing}: must be error or skip")
         if self.invalid_uid not in ("reject", "synthesise"):

@@ -55,7 +55,9 @@ def read(path: str) -> Sidecar:
     if by is None:
         raise Refused(f"{path}: no uid and no key column, so its rows cannot be matched with samples")
     npz.check_rows(path, table.num_rows)
-    types = {f.name: plain_type(f.type) for f in table.schema if plain_type(f.type) is not None and f.name != by}
+    types = {
+        f.name: plain_type(f.type) for f in table.schema if plain_type(f.type) is not None and f.name != by
+    }
     names = [str(v).lower() if by == "uid" else str(v) for v in table[by].to_pylist()]
     columns = table.select(list(types)).cast(pa.schema(types))
     return Sidecar(by, types, dict(zip(names, columns.to_pylist())))

@@ -151,7 +151,9 @@ class TableSet:
                 frame = frame.hstack(self._derived(shard, column))
         if source and (left := [c for c in absent if c not in frame.columns]):
             frame = frame.hstack(source.read(left))
-        return frame.with_columns(pl.lit(None).alias(c) for c in columns if c not in frame.columns).select(columns)
+        return frame.with_columns(pl.lit(None).alias(c) for c in columns if c not in frame.columns).select(
+            columns
+        )
 
     def _derived(self, shard: str, column: str) -> pl.DataFrame:
         with storage.open_file(self.path(shard, f"{column}.parquet")) as f:
@@ -203,7 +205,6 @@ class TableSet:
             )
         return block
 
-
     def embedding_blocks(self, shard: str, name: str, rows: int) -> Iterator[np.ndarray]:
         """float (n, d) blocks of up to `rows` rows: of a tower, or of an array of a metadata pool's npz files."""
         source = self.source(shard)
@@ -230,7 +231,7 @@ class Passes:
             ids = list(group)
             new = [c for c in columns if c not in have]
             for shard, frame in self.tables.stream(ids, new) if new else ((i, pl.DataFrame()) for i in ids):
-                size = frame.estimated_size()
+                size = int(frame.estimated_size())
                 whole = self._held[shard].hstack(frame) if have else frame
                 if new and size <= self._left:
                     self._left -= size

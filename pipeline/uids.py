@@ -94,7 +94,9 @@ def _shared(hi: np.ndarray) -> np.ndarray:
 
 
 def _sorted(records: np.ndarray) -> np.ndarray:
-    order = np.argsort(records["hi"])  # settles all but uids that share their high half: ten times a full sort's speed
+    order = np.argsort(
+        records["hi"]
+    )  # settles all but uids that share their high half: ten times a full sort's speed
     hi = records["hi"][order]
     if (hi[1:] == hi[:-1]).any():  # as in every subset with copies
         order = np.lexsort((records["row"], records["shard"], records["lo"], records["hi"]))
@@ -113,7 +115,9 @@ def repeated_uids(frames: Iterable[tuple[str, pl.DataFrame]]) -> dict[str, np.nd
         ids.append(shard)
         rows = np.flatnonzero((frame["status"] == "ok").to_numpy())
         hi, lo = frame["uid_hi"].to_numpy(), frame["uid_lo"].to_numpy()
-        sorter.add(*((hi, lo) if len(rows) == len(hi) else (hi[rows], lo[rows])), number, rows)
+        if len(rows) < len(hi):
+            hi, lo = hi[rows], lo[rows]
+        sorter.add(hi, lo, number, rows)
     found: dict[str, list[int]] = {}
     for records in sorter.repeats():
         for record in records:

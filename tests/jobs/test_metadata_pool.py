@@ -118,7 +118,9 @@ def test_clip_score_threshold(pool: Path, tmp_path: Path, column: str, threshold
     frame = everything(pool)
     expected = uids(frame.filter(pl.Series(frame[column].to_numpy() >= threshold)))  # as pandas compares
     cut = f"filters.clip_score.threshold={threshold}", "filters.clip_score.top_fraction=null"
-    assert run(pool, tmp_path, "filters=[clip_score]", f"filters.clip_score.column={column}", *cut) == expected
+    assert (
+        run(pool, tmp_path, "filters=[clip_score]", f"filters.clip_score.column={column}", *cut) == expected
+    )
 
 
 def test_laion2b(pool: Path, tmp_path: Path) -> None:
@@ -200,7 +202,9 @@ def test_nan_is_not_counted_where_the_reference_keeps_nothing(tmp_path: Path) ->
 def test_repeated_uids_of_two_files_are_kept_once(tmp_path: Path) -> None:
     write(tmp_path / "m" / "0.parquet", rows(20))
     write(tmp_path / "m" / "1.parquet", rows(20, first=10))
-    kept = run(tmp_path / "m", tmp_path / "out", "filters=[clip_score]", "filters.clip_score.top_fraction=1.0")
+    kept = run(
+        tmp_path / "m", tmp_path / "out", "filters=[clip_score]", "filters.clip_score.top_fraction=1.0"
+    )
     assert len(kept) == 30
     receipt = json.loads((tmp_path / "out/runs/default/receipt.json").read_text())
     assert (receipt["dropped"], receipt["adds_up"]) == ({"duplicate_uid": 10}, True)
@@ -332,7 +336,9 @@ def test_files_that_cannot_serve(tmp_path: Path, capfd: pytest.CaptureFixture[st
     assert "m.npz: l14_img has 19 rows, m.parquet has 20" in said
     (tmp_path / "m.npz").unlink()
     write(path, {k: v for k, v in columns.items() if k != "uid"})
-    assert "m.parquet: no column 'uid'; it has url, text" in refused(path, tmp_path / "out", capfd, "filters=[basic]")
+    assert "m.parquet: no column 'uid'; it has url, text" in refused(
+        path, tmp_path / "out", capfd, "filters=[basic]"
+    )
     write(path, {k: v for k, v in columns.items() if k != "text"})
     assert "no column 'caption'" in refused(path, tmp_path / "out", capfd, "filters=[basic]")
     assert "no column 'text'" in refused(path, tmp_path / "out", capfd, "filters=[laion2b]")
