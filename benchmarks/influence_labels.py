@@ -28,7 +28,7 @@ import numpy as np
 from selection.influence import HeldOut, Rows, SelectionConfig, fit_head, influence, objective, select
 from selection.influence.labels import label_errors
 
-CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+CLASSES = "airplane automobile bird cat deer dog frog horse ship truck".split()
 SHARES = (0.05, 0.1, 0.2)
 L2, FOLDS, SEEDS = 1.0, 5, 3
 SAMPLES_SEEN = 320_000

@@ -29,8 +29,9 @@ def write(path: Path, rows: int, seed: int = 0, row_group: int = 50_000) -> Path
     """Captions of 1 to 24 words in five languages, log-normal sizes, scores spread as the published quantiles."""
     rng = np.random.default_rng(seed)
     writer = None
+    captions = np.array(_captions(rng, min(CHUNK, rows)), dtype=object)
     for start in range(0, rows, CHUNK):
-        table = _chunk(rng, min(CHUNK, rows - start))
+        table = _chunk(rng, rng.permutation(captions)[: rows - start].tolist())
         writer = writer or pq.ParquetWriter(path, table.schema, compression="snappy")
         writer.write_table(table, row_group_size=row_group)
     assert writer
@@ -38,7 +39,9 @@ def write(path: Path, rows: int, seed: int = 0, row_group: int = 50_000) -> Path
     return path
 
 
-def _chunk(rng: np.random.Generator, n: int) -> pa.Table:
+def _chunk(rng: np.random.Generator, captions: list[str]) -> pa.Table:
+    n = len(captions)
+
     def hexes(size: int) -> list[str]:
         whole = rng.bytes(size * n).hex()
         return [whole[i : i + 2 * size] for i in range(0, len(whole), 2 * size)]
@@ -50,7 +53,7 @@ def _chunk(rng: np.random.Generator, n: int) -> pa.Table:
         {
             "uid": uid,
             "url": [f"https://images.example.org/{u[:2]}/{u[2:18]}.jpg" for u in uid],
-            "text": _captions(rng, n),
+            "text": captions,
             "original_width": width,
             "original_height": height,
             "clip_b32_similarity_score": scores,
