@@ -46,7 +46,9 @@ def run(config: DictConfig) -> None:
     age = process_age()
     started = time.monotonic()
     if config.pool.metadata:
-        raise Refused("pool.metadata: a plan reads a shard, and such a pool has none; docs/scale.md has its costs")
+        raise Refused(
+            "pool.metadata: a plan reads a shard, and such a pool has none; docs/scale.md has its costs"
+        )
     plan = Plan(config)
     plan.check()
     here = plan.survey()

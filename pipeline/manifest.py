@@ -216,7 +216,7 @@ def _receipt(
     identity = scan.tables.identity()
     return {
         "pool": {
-            "shards": len({r.shard for r in scan.reports}),
+            "shards": len(scan.reports),
             "samples": scan.samples,
             "damaged_shards": [
                 {"shard": r.shard, "reason": r.damage, "detail": r.detail, "lost": r.lost}

@@ -55,11 +55,13 @@ class MetadataWorker:
         with storage.commit(self.tables.path(task.id, "parquet")) as tmp:
             table = pa.table([pa.array(hi), pa.array(lo), shard, status], schema=schema)
             pq.write_table(table, tmp, compression="none", use_dictionary=["shard", "status"])  # random bits
+            files = {"parquet": storage.digest(tmp)}
         counts = {"ok": int(ok.sum()), "invalid_uid": int((~ok).sum())}
         report = ShardReport(
             shard=task.shard, id=task.id, signature=task.signature, sidecar=task.beside,
             digest=digest_json([task.signature, task.beside, task.source.first, task.source.rows]),
             rows=len(hi), status={k: n for k, n in counts.items() if n},
+            files=files,
         )  # fmt: skip
         write_report(self.tables, report)
         return report
@@ -135,7 +137,7 @@ def scan_metadata(out: str, pool: PoolConfig, workers: ClusterConfig, errors: Er
     if not any(r.status.get("ok") for r in reports):
         raise Refused(f"pool.metadata={pool.metadata}: no row of {len(files)} files has a valid uid")
     errors.check(tally(reports), sum(r.samples for r in reports), reports)
-    return Scan(tables, reports, None, len({t.shard for t in tasks}))
+    return Scan(tables, reports, None, len({t.source.path for t in tasks}))
 
 
 def _divide(
@@ -158,10 +160,17 @@ def _divide(
             order += [r.id for r in known]
             continue
         for source in _sources(file):
-            name = f"{shard_id(file)}-{source.first}"
-            tasks.append(MetadataTask(shard=file, id=name, signature=mark, beside=beside, source=source))
-            order.append(name)
+            shard = table_name(source)
+            tasks.append(
+                MetadataTask(shard=shard, id=shard_id(shard), signature=mark, beside=beside, source=source)
+            )
+            order.append(shard_id(shard))
     return done, tasks, order
+
+
+def table_name(source: Source) -> str:
+    """What stands for a shard's name: the file, and `#row` of its first row where that is not the file's first."""
+    return f"{source.path}#{source.first}" if source.first else source.path
 
 
 def _current(
@@ -169,17 +178,15 @@ def _current(
 ) -> list[ShardReport]:
     """The reports of a file's tables when they cover it and it has not changed since; else none."""
     found: list[ShardReport] = []
-    rows = 0
-    while f"{shard_id(file)}-{rows}.json" in committed:
-        report = tables.report(f"{shard_id(file)}-{rows}")
-        if report is None or report.signature != mark or report.sidecar != beside or not report.rows:
+    name, rows, total = file, 0, None
+    while f"{shard_id(name)}.json" in committed and rows != total:
+        report, source = tables.report(shard_id(name)), tables.source(shard_id(name))
+        if report is None or source is None or report.signature != mark or report.sidecar != beside:
             return []
         found.append(report)
-        rows += report.rows
-    if not found:
-        return []
-    source = tables.source(found[0].id)
-    return found if source and rows == source.total else []
+        rows, total = rows + report.rows, source.total
+        name = f"{file}#{rows}"
+    return found if rows == total else []
 
 
 def _sources(file: str) -> list[Source]:

@@ -144,7 +144,7 @@ class DedupStage:
         columns = ["uid_hi", "uid_lo", *self.config.exact, *([score] if score else [])]
         frame = chain.tables.read(shard, columns)
         keys = [
-            pl.col(c).bin.encode("hex") if c in ("sha256", "pixel_hash") else pl.col(c).cast(pl.String)
+            pl.col(c).bin.encode("hex") if frame.schema[c] == pl.Binary else pl.col(c).cast(pl.String)
             for c in self.config.exact
         ]
         alive = before.read(shard, ["kept"])["kept"]
