@@ -74,7 +74,9 @@ def scan(path: Path, out: Path) -> Scan:
 
 def decide(scanned: Scan, made: Filter, out: Path) -> int:
     stage = FilterStage([made])
-    return sum(int(f["kept"].sum()) for _, f in stage.run(Chain(scanned.tables, scanned.ids, None, str(out))))
+    return sum(
+        int(f["kept"].sum()) for _, f in stage.run(Chain(scanned.tables, scanned.ids, None, str(out), ""))
+    )
 
 
 def everything(path: Path, made: Filter, out: Path) -> None:
