@@ -6,8 +6,10 @@ import math
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-METHODS = ("agree", "embedding", "phash")
+COSINES = {"agree": 0.8, "embedding": 0.95, "phash": 0.8}
+METHODS = tuple(COSINES)
 RULES = ("greedy", "semdedup", "components")
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -17,19 +19,20 @@ class Closeness:
     """When two rows are taken for the same image.
 
     ``method``: ``agree`` (embedding and perceptual hash must both say so), ``embedding`` or ``phash`` alone.
-    ``similarity``: cosine from which embeddings are near. ``phash_distance``: most differing bits of near
-    hashes.
+    ``similarity``: cosine from which embeddings are near; None is .95 for embeddings alone, and .8 where they
+    only confirm what the hash says (measured: docs/duplicates.md). ``phash_distance``: most differing bits of
+    near hashes.
     """
 
     method: str = "agree"
-    similarity: float = 0.95
+    similarity: float | None = None
     phash_distance: int = 10
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ValueError(f"method={self.method}: one of {', '.join(METHODS)}")
-        if not 0 < self.similarity <= 1:
+        if self.similarity is not None and not 0 < self.similarity <= 1:
             raise ValueError(f"similarity={self.similarity}: a cosine in (0, 1]")
         if not 0 <= self.phash_distance <= 16:
             raise ValueError(
@@ -37,9 +40,14 @@ class Closeness:
             )
 
     @property
+    def cosine(self) -> float:
+        """``similarity``, or the method's own."""
+        return self.similarity if self.similarity is not None else COSINES[self.method]
+
+    @property
     def least(self) -> float:
         """Similarity from which a pair counts: the cosine, or the share of equal bits for the hash alone."""
-        return 1 - self.phash_distance / 64 if self.method == "phash" else self.similarity
+        return 1 - self.phash_distance / 64 if self.method == "phash" else self.cosine
 
 
 @dataclass(kw_only=True)
@@ -69,6 +77,11 @@ class NearConfig(Closeness):
             raise ValueError(f"sample_rows={self.sample_rows}: at least 100; fewer say nothing about recall")
         if self.task_memory < 256 * MIB:
             raise ValueError(f"task_memory={self.task_memory}: at least {256 * MIB} bytes (256 MiB)")
+
+    def searched(self) -> dict[str, Any]:
+        """The settings that decide which pairs are looked for."""
+        own = {name: getattr(self, name) for name in ("method", "phash_distance", "seed", "clusters")}
+        return own | {"similarity": self.cosine}
 
     def raised(self, similarity: float) -> NearConfig:
         """The same with a higher ``least``. Raises ValueError for a lower one."""
