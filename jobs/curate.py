@@ -11,21 +11,19 @@ from typing import Any
 
 from omegaconf import MISSING, DictConfig
 
-from filters.base import Filter
-from filters.duplicates.stage import DedupConfig, DedupStage
-from filters.leakage_stage import LeakageConfig, LeakageStage
-from filters.stage import FilterStage
-from jobs.launch import build, build_target, launch, plain, register
+from filters.leakage_stage import LeakageConfig
+from jobs.launch import build, launch, plain, register
+from jobs.stages import build_stages
 from pipeline import storage
 from pipeline.cluster import ClusterConfig
-from pipeline.decisions import Stage, run_chain
+from pipeline.decisions import run_chain
 from pipeline.decode import DecodeConfig
 from pipeline.errors import Refused
-from pipeline.evaluation import as_shards, fingerprint
 from pipeline.manifest import Run, write_outputs
 from pipeline.samples import PoolConfig
-from pipeline.scan import ErrorBudget, Scan, scan
+from pipeline.scan import ErrorBudget, scan
 from pipeline.scorer import ScorerConfig
+from selection.run_rounds import RoundsConfig, describe, write_rounds
 
 
 @dataclass(kw_only=True)
@@ -33,6 +31,7 @@ class CurateConfig:
     """out: the folder that holds tables and runs. run: this selection's name in it.
 
     stages: the order of the links after the scan; those whose config group is `none` are passed over.
+    rounds: RS2 rounds over what is kept, written last; `rounds.rounds=200` for so many of them.
     """
 
     out: str = MISSING
@@ -46,63 +45,9 @@ class CurateConfig:
     filters: dict[str, Any] = field(default_factory=dict)
     leakage: LeakageConfig = field(default_factory=LeakageConfig)
     dedup: Any = None
-    stages: list[str] = field(default_factory=lambda: ["filters", "leakage", "dedup"])
-
-
-def build_stages(config: DictConfig) -> list[Stage]:
-    """The links of the chain, in the order in which the configuration names them."""
-    makers = {"filters": _filter_stage, "leakage": _leakage_stage, "dedup": _dedup_stage}
-    for name in config.stages:
-        if name not in makers:
-            raise Refused(f"stages: {name!r} is not a stage; known: {', '.join(makers)}")
-    stages = [makers[name](config) for name in config.stages if _wanted(config, name)]
-    if not stages:
-        raise Refused("stages: name at least one")
-    return stages
-
-
-def _wanted(config: DictConfig, name: str) -> bool:
-    """A stage whose config group is `none`, or that has nothing to look for, is passed over."""
-    return name == "filters" or bool(config[name].sets if name == "leakage" else config[name])
-
-
-def _leakage_stage(config: DictConfig) -> Stage:
-    out = storage.absolute(config.out, "out")
-
-    def scan_set(name: str, path: str) -> Scan:
-        where = storage.absolute(path, f"leakage.sets.{name}")
-        shards = as_shards(where, storage.join(out, "evaluation", name, fingerprint(where)))
-        pool = PoolConfig(shards=shards, default_caption="an image")
-        scorer = build(config.scorer, "scorer", ScorerConfig) if config.scorer else None
-        return scan(out, pool, scorer, build(config.decode, "decode", DecodeConfig), workers, ErrorBudget())
-
-    workers = build(config.cluster, "cluster", ClusterConfig)
-    return LeakageStage(build(config.leakage, "leakage", LeakageConfig), workers, scan_set)
-
-
-def _dedup_stage(config: DictConfig) -> Stage:
-    out = storage.absolute(config.out, "out")
-    pool, decode = build(config.pool, "pool", PoolConfig), build(config.decode, "decode", DecodeConfig)
-    workers, errors = (
-        build(config.cluster, "cluster", ClusterConfig),
-        build(config.errors, "errors", ErrorBudget),
-    )
-
-    def scan_own(scorer: ScorerConfig) -> Scan:
-        return scan(out, pool, scorer, decode, workers, errors)
-
-    node = config.dedup.copy()
-    node.scorer = node.scorer or None  # the choice `none` is empty
-    dedup = build(node, "dedup", DedupConfig)
-    return DedupStage(dedup, storage.join(out, "duplicates"), workers, scan_own)
-
-
-def _filter_stage(config: DictConfig) -> Stage:
-    built = [
-        build_target(node, f"filters.{name}", Filter).named(str(name))
-        for name, node in config.filters.items()
-    ]
-    return FilterStage(built)
+    selection: Any = None
+    stages: list[str] = field(default_factory=lambda: ["filters", "leakage", "dedup", "selection"])
+    rounds: RoundsConfig = field(default_factory=lambda: RoundsConfig(rounds=0))
 
 
 def run(config: DictConfig) -> None:
@@ -112,6 +57,7 @@ def run(config: DictConfig) -> None:
     errors = build(config.errors, "errors", ErrorBudget)
     cluster = build(config.cluster, "cluster", ClusterConfig)
     stages = build_stages(config)
+    rounds = build(config.rounds, "rounds", RoundsConfig)
     if "/" in config.run or config.run in ("", ".", ".."):
         raise Refused(f"run={config.run}: must be a plain name")
     here = Run(storage.absolute(config.out, "out"), config.run)
@@ -130,7 +76,10 @@ def run(config: DictConfig) -> None:
             "scanned_shards": scanned.scanned,
         }
         receipt = write_outputs(here, scanned, last, results, about)
+        drawn = write_rounds(here, rounds, cluster) if rounds.rounds else None
     _print(here, receipt)
+    if drawn:
+        print(describe(here, drawn))
 
 
 def _print(run_: Run, receipt: dict[str, Any]) -> None:

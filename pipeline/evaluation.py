@@ -7,6 +7,7 @@ import itertools
 import tarfile
 from collections.abc import Iterator
 from pathlib import PurePosixPath
+from typing import Any
 
 import pyarrow.parquet as pq
 
@@ -17,14 +18,17 @@ from pipeline.shards import SHARD_SUFFIXES
 from pipeline.tables import digest_json
 
 IMAGE_COLUMNS = ("jpg", "png", "webp", "image", "img", "bytes")
+CAPTION_COLUMNS = ("caption", "text", "captions")  # of a list of captions the first is taken
 ROWS = 2_000  # held at a time
+Image = tuple[str, dict[str, bytes]]  # key, members by extension
 
 
 def as_shards(path: str, folder: str) -> str:
     """A `pool.shards` value for the evaluation set at `path`; shards that have to be made go to `folder`.
 
-    Keys are row numbers of a parquet file, or paths within a folder of images. Raises Refused for a parquet
-    file without an image column, and for a folder without images.
+    Keys are row numbers of a parquet file, or paths within a folder of images. The column `label`, or the name
+    of the folder that an image lies in, becomes a cls member, a column of captions txt members. Raises Refused for a parquet file without an
+    image column, and for a folder without images.
     """
     if path.endswith(".parquet"):
         return _write(_parquet_images(path), folder)
@@ -36,8 +40,13 @@ def as_shards(path: str, folder: str) -> str:
         raise Refused(
             f"{path}: neither shards ({', '.join(SHARD_SUFFIXES)}) nor images ({', '.join(IMAGE_EXTS)})"
         )
-    names = ((str(PurePosixPath(f).relative_to(PurePosixPath(p))), f) for f in files)
-    return _write(((n.replace(".", "_").replace("/", "_"), fs.cat_file(f)) for n, f in names), folder)
+    return _write((_image_of_folder(fs, p, f) for f in files), folder)
+
+
+def _image_of_folder(fs: Any, folder: str, file: str) -> Image:
+    within = PurePosixPath(file).relative_to(PurePosixPath(folder))
+    label = {"cls": within.parent.name.encode()} if within.parent.name else {}
+    return str(within).replace(".", "_").replace("/", "_"), {"jpg": fs.cat_file(file), **label}
 
 
 def fingerprint(path: str) -> str:
@@ -49,20 +58,33 @@ def fingerprint(path: str) -> str:
     return digest_json([[shard, storage.signature(shard)] for shard in shards.expand(path)])
 
 
-def _parquet_images(path: str) -> Iterator[tuple[str, bytes]]:
+def _parquet_images(path: str) -> Iterator[Image]:
     with storage.open_file(path) as f:
         table = pq.ParquetFile(f)
         column = next((c for c in IMAGE_COLUMNS if c in table.schema_arrow.names), None)
         if column is None:
             raise Refused(f"{path}: no image column (looked for {', '.join(IMAGE_COLUMNS)})")
+        names = table.schema_arrow.names
+        caption = next((c for c in CAPTION_COLUMNS if c in names), None)
+        columns = [column, *({"label", caption} & set(names))]
         row = 0
-        for batch in table.iter_batches(256, columns=[column]):
-            for value in batch.column(0).to_pylist():
-                yield str(row), value["bytes"] if isinstance(value, dict) else value
+        for batch in table.iter_batches(256, columns=columns):
+            for record in batch.to_pylist():
+                yield str(row), _members(record, column, caption)
                 row += 1
 
 
-def _write(images: Iterator[tuple[str, bytes]], folder: str) -> str:
+def _members(record: dict[str, Any], image: str, caption: str | None) -> dict[str, bytes]:
+    """What a row of an image table holds, by extension."""
+    value = record[image]
+    found: dict[str, Any] = {"cls": record.get("label"), "txt": record[caption] if caption else None}
+    if isinstance(found["txt"], list):
+        found["txt"] = found["txt"][0] if found["txt"] else None
+    texts = {ext: str(text).encode() for ext, text in found.items() if text is not None}
+    return {"jpg": value["bytes"] if isinstance(value, dict) else value, **texts}
+
+
+def _write(images: Iterator[Image], folder: str) -> str:
     """Shards of ROWS images each, committed whole; images keep their bytes whatever their format."""
     for number in itertools.count():
         some = list(itertools.islice(images, ROWS))
@@ -70,8 +92,13 @@ def _write(images: Iterator[tuple[str, bytes]], folder: str) -> str:
             break
         path = storage.join(folder, f"{number:05d}.tar")
         with storage.commit(path) as tmp, tarfile.open(tmp, "w", format=tarfile.PAX_FORMAT) as tar:
-            for key, data in some:
-                info = tarfile.TarInfo(f"{key}.jpg")  # read by its bytes, not by its name
-                info.size = len(data)
-                tar.addfile(info, io.BytesIO(data))
+            for key, members in some:
+                for ext, data in members.items():  # images are read by their bytes, not by the name
+                    _add(tar, f"{key}.{ext}", data)
     return folder
+
+
+def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+    info = tarfile.TarInfo(name)
+    info.size = len(data)
+    tar.addfile(info, io.BytesIO(data))

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 
 from pipeline import sidecar as sidecars
 from pipeline import storage
@@ -72,9 +71,10 @@ class ShardScanner:
         cannot be read at all, Refused when what lies beside it does not fit.
         """
         with storage.local_copy(task.shard) as local:
-            digest = _digest(local)
+            digest = storage.digest(local)
             before = self.tables.report(task.id)
-            if before and before.digest == digest and before.sidecar == task.sidecar:
+            now = (digest, task.sidecar, task.promised)
+            if before and (before.digest, before.sidecar, before.promised) == now:
                 before.signature = task.signature
                 write_report(self.tables, before)
                 return before
@@ -88,7 +88,8 @@ class ShardScanner:
             sidecar.types if sidecar else {}
         )
         report = ShardReport(
-            shard=task.shard, id=task.id, signature=task.signature, sidecar=task.sidecar, digest=digest,
+            shard=task.shard, id=task.id, signature=task.signature, sidecar=task.sidecar,
+            promised=task.promised, digest=digest,
             lost=index.lost, damage=index.reason, detail=index.detail,
         )  # fmt: skip
         counts: Counter[str] = Counter()
@@ -97,13 +98,14 @@ class ShardScanner:
         names: list[tuple[str, tuple[int, int]]] = []
         columns = schema(metadata, self.column)
         own = [name for name in columns.names if name not in BASE and name != self.column]
-        with self._writers(task.id, columns) as (table, blocks):
+        with self._writers(task.id, columns, report.files) as (table, blocks):
             for chunk in self._chunks(task, shard, index, sidecar, own):
                 table.add(chunk.columns)
                 for block, rows in zip(blocks, chunk.embeddings):
                     block.add(rows)
                 counts.update(chunk.columns["status"])
                 notes["repaired_caption"] += sum(s.repaired for s in chunk.samples)
+                notes["unreadable_json"] += sum(s.unreadable_json for s in chunk.samples)
                 report.rows += len(chunk.samples)
                 if sidecar:
                     names += [(s.key, s.uid) for s in chunk.samples]
@@ -116,21 +118,20 @@ class ShardScanner:
         return report
 
     @contextlib.contextmanager
-    def _writers(self, shard: str, table_schema: Any) -> Iterator[tuple[TableWriter, list[BlockWriter]]]:
-        """Writers of the table and of both embedding blocks, committed together at the end."""
+    def _writers(
+        self, shard: str, table_schema: Any, digests: dict[str, str]
+    ) -> Iterator[tuple[TableWriter, list[BlockWriter]]]:
+        """Writers of the table and of both embedding blocks, committed together; `digests` gets their files'."""
         with contextlib.ExitStack() as stack:
-            table = TableWriter(
-                stack.enter_context(storage.commit(self.tables.path(shard, "parquet"))), table_schema
-            )
-            blocks: list[BlockWriter] = []
-            if self.scorer:
-                for tower in ("image", "text"):
-                    path = stack.enter_context(storage.commit(self.tables.path(shard, f"{tower}.npy")))
-                    blocks.append(BlockWriter(path, self.scorer.embed_dim))
+            suffixes = ["parquet", *(["image.npy", "text.npy"] if self.scorer else [])]
+            files = {s: stack.enter_context(storage.commit(self.tables.path(shard, s))) for s in suffixes}
+            table = TableWriter(files["parquet"], table_schema)
+            blocks = [BlockWriter(files[s], self.scorer.embed_dim) for s in suffixes[1:] if self.scorer]
             yield table, blocks
             table.close()
             for block in blocks:
                 block.close()
+            digests.update({s: storage.digest(path) for s, path in files.items()})
 
     def _chunks(
         self,
@@ -252,12 +253,3 @@ def _columns(samples: list[Sample], shard: str) -> dict[str, Any]:
     columns["language"] = [language(s.caption or "") if k else None for s, k in zip(samples, ok)]
     columns["label"] = [s.label for s in samples]
     return columns
-
-
-def _digest(path: str) -> str:
-    """xxh3-128 of a file's bytes."""
-    h = xxhash.xxh3_128()
-    with open(path, "rb", buffering=0) as f:
-        while block := f.read(1 << 20):
-            h.update(block)
-    return h.hexdigest()

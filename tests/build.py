@@ -163,6 +163,7 @@ def work_in_process(patch: Callable[[Any, str, Any], None]) -> None:
     """Have stages work without Ray; `patch` is setattr, or a monkeypatch's."""
     patch(cluster, "connect", lambda: None)
     patch(cluster, "plan_workers", lambda _config, _units: cluster.Workers(1, 1, 0.0))
+    patch(cluster, "largest_node", lambda _resource: 1.0)
     patch(cluster, "worker_device", lambda: "cpu")
     patch(cluster, "ActorPool", LocalPool)
 

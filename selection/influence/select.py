@@ -7,66 +7,17 @@ on. With `guard=False` exactly the budget goes, lowest estimates first, as in th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from selection.influence.config import SelectionConfig
 from selection.influence.head import Head, fit_head
 from selection.influence.metrics import Metrics, measure
-from selection.influence.objectives import OBJECTIVES, GroupGap, HeldOut, Objective, objective
+from selection.influence.objectives import GroupGap, HeldOut, Objective, objective
 from selection.influence.rows import Rows
 from selection.influence.score import Influence, influence
-
-
-@dataclass(frozen=True, kw_only=True)
-class SelectionConfig:
-    """How rows are removed.
-
-    Attributes:
-        objectives: names from `OBJECTIVES`; several are combined as the sum of weight * delta / base value,
-            that is, by relative change.
-        weights: one a objective, empty for 1 each.
-        budget: most rows to remove: a share below 1, or a whole count.
-        rounds: the budget is spent over this many rounds, the head refitted and rows rescored after each.
-        guard: remove harmful rows only, stop before a gap changes sign, and remove less, down to nothing,
-            when accuracy on the guard set would fall below the base or the objective there would get worse.
-        leverage: correct estimates by 1/(1 - h); None means as `guard` (published runs do not).
-        class_floor: least share of each class's rows that stays.
-        group_floor: least share of each training group's rows that stays.
-        positive: the class whose rate the fairness gaps compare.
-    """
-
-    objectives: tuple[str, ...] = ("utility",)
-    weights: tuple[float, ...] = ()
-    budget: float = 0.05
-    rounds: int = 1
-    guard: bool = True
-    leverage: bool | None = None
-    class_floor: float = 0.0
-    group_floor: float = 0.0
-    positive: int = 1
-
-    def __post_init__(self) -> None:
-        unknown = [name for name in self.objectives if name not in OBJECTIVES]
-        if unknown or not self.objectives or len(set(self.objectives)) < len(self.objectives):
-            raise ValueError(f"objectives={list(self.objectives)}: one or more of {', '.join(OBJECTIVES)}")
-        if self.weights and (len(self.weights) != len(self.objectives) or min(self.weights) <= 0):
-            raise ValueError(f"weights={list(self.weights)}: one positive number for each objective, or none")
-        if not self.budget > 0 or (self.budget >= 1 and self.budget != int(self.budget)):
-            raise ValueError(f"budget={self.budget}: a share in (0, 1), or a whole number of rows")
-        if self.rounds < 1:
-            raise ValueError(f"rounds={self.rounds}: at least 1")
-        for name in ("class_floor", "group_floor"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)}: a share in 0..1")
-
-    def budget_rows(self, n: int) -> int:
-        """The budget as a count of n rows; a share is rounded down."""
-        count = int(self.budget * n + 1e-9) if self.budget < 1 else int(self.budget)
-        if count >= n and self.budget >= 1:
-            raise ValueError(f"budget={self.budget}: {count} of {n} rows; at least one must stay")
-        return count
 
 
 @dataclass(frozen=True)
@@ -92,6 +43,8 @@ class Selection:
     Attributes:
         removed: (n,) bool.
         influence: scores of every row under the base head (all rows present).
+        decided_by: (n,) float64 `combine`d score: of a removed row in the round that removed it, of the others
+            under the base head; negative = harmful.
         base, after: the head before and after.
         rounds: one record a round.
         metrics: set name ("influence", "guard", "test") -> (before, after).
@@ -101,6 +54,7 @@ class Selection:
 
     removed: np.ndarray
     influence: Influence
+    decided_by: np.ndarray
     base: Head
     after: Head
     rounds: list[Round]
@@ -139,6 +93,7 @@ def select(
     classes: int | None = None,
     removable: np.ndarray | None = None,
     start: Head | None = None,
+    on_step: Callable[[np.ndarray], None] | None = None,
 ) -> Selection:
     """Remove the rows that harm the objectives on `held`.
 
@@ -151,7 +106,7 @@ def select(
         others: further sets to measure before and after, such as "test".
         classes: number of classes; None for the largest label plus one.
         removable: (n,) bool, rows that may be removed; a budget that is a share is a share of these.
-        start: a head near the base's, to fit from.
+        start: a head near the base's, to fit from. on_step: as for `fit_head`, in the fit of the base.
     Raises:
         ValueError: masked rows, the guard on without a guard set, a floor without groups, a budget of every
             row, or what `fit_head` and `objective` refuse.
@@ -164,7 +119,7 @@ def select(
         raise ValueError(f"group_floor={config.group_floor}: needs the groups of the training rows")
     labels = rows.labels()
     classes = max(int(labels.max()) + 1, 2) if classes is None else classes
-    base = fit_head(rows, l2=l2, classes=classes, start=start)
+    base = fit_head(rows, l2=l2, classes=classes, start=start, on_step=on_step)
     terms = [objective(name, held, base, positive=config.positive) for name in config.objectives]
     may_go = np.ones(rows.n, dtype=bool) if removable is None else removable
     run = _Run(rows, config, terms, guard, base, may_go, _allowances(config, labels, groups))
@@ -173,6 +128,7 @@ def select(
     return Selection(
         removed=~run.keep,
         influence=run.first,
+        decided_by=run.decided_by,
         base=base,
         after=run.head,
         rounds=run.rounds,
@@ -224,6 +180,7 @@ class _Run:
         self.guard_terms = [] if guard is None else [term.on(guard) for term in terms]
         self.leverage = config.guard if config.leverage is None else config.leverage
         self.first = self._influence()
+        self.decided_by = combine(self.first, config.weights).copy()
         self.rounds: list[Round] = []
 
     def go(self, budget: int) -> None:
@@ -242,12 +199,12 @@ class _Run:
     def _candidates(self, scores: Influence, asked: int) -> tuple[np.ndarray, str]:
         """Rows to remove, worst first, and what made them fewer than asked."""
         combined = combine(scores, self.config.weights)
-        order = np.argsort(combined, kind="stable")
-        order = order[(self.keep & self.removable)[order]]
-        limit = ""
+        allowed = self.keep & self.removable
         if self.config.guard:
-            order = order[combined[order] < 0]
-            limit = "no harmful row is left" if len(order) < asked else ""
+            allowed &= combined < 0
+        rows = np.flatnonzero(allowed)
+        order = rows[np.argsort(combined[rows], kind="stable")]
+        limit = "no harmful row is left" if self.config.guard and len(order) < asked else ""
         if self.allowances:
             order = self._within_floors(order, asked)
             limit = limit or ("the class or group floor is reached" if len(order) < asked else "")
@@ -294,6 +251,7 @@ class _Run:
         before = [term.value(self.head) for term in self.terms]
         if count:
             self.keep, self.head = keep, head
+            self.decided_by[taken] = combine(scores, self.config.weights)[taken]
             for allowance in self.allowances:
                 np.subtract.at(allowance.left, allowance.part[taken], 1)
         names = scores.names
