@@ -212,6 +212,7 @@ def _warn(losses: SourceLosses) -> pl.DataFrame:
 
 def _summary(result: DuplicateResult) -> dict[str, Any]:
     return {
+        "similarity": result.config.cosine,
         "rows": result.rows,
         "unusable": result.unusable,
         "pairs": result.pairs,
