@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import shutil
 from dataclasses import dataclass, replace
@@ -158,6 +159,12 @@ LIBRARIES = 850 * MIB
 READ_PAIRS, PARTITION_PAIRS = 4_000_000, 8_000_000
 
 
+def band_edges(distance: int) -> list[int]:
+    """Where the bands of a hash start and end, in bits: one more than may differ, none wider than 16 bits."""
+    bands = max(distance + 1, 4)
+    return [64 * band // bands for band in range(bands + 1)]
+
+
 def payload_bytes(config: NearConfig, width: int, sketch: int) -> int:
     """Bytes a placed row takes on disk: its number, and its sketch (float16) or its hash."""
     return 8 + (2 * min(sketch, width) if config.method == "embedding" else 8)
@@ -178,9 +185,14 @@ def memory_plan(
     ``duplicates`` is the share of rows that have a near pair, at one pair a row.
 
     ``sketch`` and ``placements`` (clusters a row goes to) are known after training; the defaults are
-    those of vectors without any cluster structure, the hardest case.
+    those of vectors without any cluster structure, the hardest case. The hash alone has a cluster for each
+    value of each band, and needs no training.
     """
-    clusters = config.cluster_count(rows, width)
+    clusters = trained = config.cluster_count(rows, width)
+    if config.method == "phash":
+        edges = band_edges(config.phash_distance)
+        placements, trained = len(edges) - 1.0, 0
+        clusters = sum(1 << (stop - start) for start, stop in itertools.pairwise(edges))
     lane = payload_bytes(config, width, sketch)
     columns = min(sketch, width) if config.method == "embedding" else 64
     largest = largest if largest is not None else math.ceil(4 * placements * rows / clusters)
@@ -188,7 +200,7 @@ def memory_plan(
     tile = tile_rows(config, width, columns)
     involved, pairs = math.ceil(duplicates * rows), math.ceil(min(duplicates * rows, PARTITION_PAIRS))
     return MemoryPlan(
-        train=training_rows(config, clusters, width) * width * 8 + clusters * width * 8,
+        train=training_rows(config, trained, width) * width * 8 + trained * width * 8,
         spill=_reading(width, clusters) + math.ceil(min(batch, rows) * placements * _placing(lane)),
         compare=_comparing(width) + _loaded(min(tile, largest), columns),
         decide=involved * 68 + pairs * 160,
