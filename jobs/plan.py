@@ -14,7 +14,8 @@ import time
 import pyarrow.parquet as pq
 from omegaconf import DictConfig
 
-from filters.duplicates.config import memory_plan
+from filters.duplicates.config import memory_plan, passes
+from filters.duplicates.table_blocks import TOWERS
 from jobs.launch import launch
 from jobs.plan_checks import Plan, existing, out_folder
 from jobs.stages import filter_stage
@@ -132,13 +133,16 @@ def _others(
         note = f"reckoned: {images:,} evaluation images, scanned and compared with {rows:,} rows"
         costs.append(Cost("leakage", images / pace + flops / LEAK_FLOPS / cores, note=note))
     if dedup and dedup.near:
-        width = 1 if dedup.method == "phash" else max(_width(here), 1)
+        towers = len(TOWERS[dedup.embedding])
+        width = 1 if dedup.method == "phash" else max(_width(here), 1) * towers
         need = memory_plan(dedup.search(), rows, width)
         seconds = rows * NEAR_SECONDS * max(width, 64) / 512 * max(rows / 1e6, 1.0) ** 0.05 / cores
         memory = f"{human(need.task_bytes)} a task, {human(need.driver_bytes)} to decide"
-        costs.append(
-            Cost("dedup", seconds, memory, need.disk, note=f"reckoned for {rows:,} rows, docs/scale.md")
+        note = (
+            f"reckoned for {rows:,} rows; the largest cluster needs {human(need.whole)},"
+            f" dedup.task_memory is {human(dedup.task_memory)}: {passes(need.passes)}"
         )
+        costs.append(Cost("dedup", seconds, memory, need.disk, note=note))
     elif dedup:
         costs.append(Cost("dedup", 5e-6 * rows, note="reckoned; exact duplicates alone"))
     return costs

@@ -65,9 +65,8 @@ def dedup_stage(config: DictConfig) -> Stage:
     def scan_own(scorer: ScorerConfig) -> Scan:
         return scan(out, pool, scorer, decode, workers, errors)
 
-    node = config.dedup.copy()
-    node.scorer = node.scorer or None  # the choice `none` is empty
-    return DedupStage(build(node, "dedup", DedupConfig), storage.join(out, "duplicates"), workers, scan_own)
+    dedup = build(config.dedup, "dedup", DedupConfig)
+    return DedupStage(dedup, storage.join(out, "duplicates"), workers, scan_own)
 
 
 def selection_stage(config: DictConfig) -> Stage:

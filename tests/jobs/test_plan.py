@@ -75,7 +75,7 @@ def test_every_problem_at_once(pool: Path, capfd: pytest.CaptureFixture[str]) ->
     for part in (
         "filters.basic.min_words=-1", "filters.caption.min_chars=-3", "decode.max_bytes=0", "decode.truncated=no",
         "pool.missing=never", "errors.max_fraction=2", "cluster.workers=-2", "run=a/b", "dedup.similarity=2",
-        "leakage.sets.mine=/nowhere/at/all: nothing is there", "leakage.sets: comparing with evaluation sets needs",
+        "leakage.sets.mine=/nowhere/at/all: nothing is there", "leakage.method=agree: needs a scorer",
     ):  # fmt: skip
         assert sum(line.startswith(part) for line in found) == 1, (part, found)
 
