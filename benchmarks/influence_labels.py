@@ -204,6 +204,7 @@ def train(out: Path, steps: int) -> None:
     labels = LabelConfig(classes=CLASSES)
     images, test = (load_images(f"{out}/{part}/*.tar", labels) for part in ("train", "test"))
     removed = np.load(out / "removed.npy")
+    assert len(images) == len(removed), "every image of the shards is read, in their order"
     config, n, count = ProxyConfig(), len(removed), int(removed.sum())
     arms = {
         "kept by influence": lambda seed: np.flatnonzero(~removed),
