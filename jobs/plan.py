@@ -39,7 +39,7 @@ from pipeline.shards import SHARD_SUFFIXES, CountFiles, expand
 NEAR_SECONDS = 83e-6  # a row of 512 numbers, one core, in a pool of a million (docs/scale.md)
 LEAK_FLOPS = 50e9  # hash products a second, one core
 CODE_BITS = 64
-HEAD_FLOPS = 25e9  # products of a head in float64 a second, one core (benchmarks/influence.py)
+HEAD_FLOPS = 11e9  # products of a head in float64 a second, one busy core (benchmarks/influence.py)
 SCORE_BYTES = 40  # of disk, a row of the influence stage
 SOME_CLASSES = 100  # where the labels of the pool say how many there are
 
