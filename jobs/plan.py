@@ -41,6 +41,9 @@ from pipeline.shards import SHARD_SUFFIXES, CountFiles, expand
 NEAR_SECONDS = 83e-6  # a row of 512 numbers, one core, in a pool of a million (docs/scale.md)
 LEAK_FLOPS = 50e9  # hash products a second, one core
 CODE_BITS = 64
+HEAD_FLOPS = 11e9  # products of a head in float64 a second, one busy core (benchmarks/influence.py)
+SCORE_BYTES = 40  # of disk, a row of the influence stage
+SOME_CLASSES = 100  # where the labels of the pool say how many there are
 
 
 def run(config: DictConfig) -> None:
@@ -145,6 +148,15 @@ def _others(
         costs.append(Cost("dedup", seconds, memory, need.disk, note=note))
     elif dedup:
         costs.append(Cost("dedup", 5e-6 * rows, note="reckoned; exact duplicates alone"))
+    selection = plan.parts["selection"]
+    if selection:
+        classes = selection.expected_classes() or SOME_CLASSES
+        work = selection.cost(rows, max(_width(here), 1), classes)
+        memory = f"{human(work.worker_bytes)} a task, {human(work.driver_bytes)} to decide"
+        note = f"reckoned for {rows:,} rows, {classes} classes: {work.describe()}"
+        costs.append(
+            Cost("influence", work.flops / HEAD_FLOPS / cores, memory, rows * SCORE_BYTES, note=note)
+        )
     return costs
 
 

@@ -24,6 +24,7 @@ from pipeline.errors import Refused, WinnowError
 from pipeline.samples import PoolConfig
 from pipeline.scan import ErrorBudget, Survey, survey
 from pipeline.scorer import ScorerConfig
+from selection.influence.stage_config import InfluenceStageConfig
 
 SECTIONS: dict[str, type] = {
     "pool": PoolConfig,
@@ -33,6 +34,7 @@ SECTIONS: dict[str, type] = {
     "scorer": ScorerConfig,
     "leakage": LeakageConfig,
     "dedup": DedupConfig,
+    "selection": InfluenceStageConfig,
 }
 READ_AHEAD = 16  # shards of which the first bytes are read
 T = TypeVar("T")
@@ -104,6 +106,14 @@ class Plan:
             )
         if dedup and dedup.near and dedup.method != "phash" and not (self.config.scorer or dedup.scorer):
             self.problems.lines.append(f"dedup.method={dedup.method}: needs a scorer; set dedup.method=phash")
+        selection = self.parts["selection"]
+        if selection:
+            self.problems.tried(selection.class_names)
+            target = selection.target
+            if target and not storage.exists(storage.absolute(target, "selection.target")):
+                self.problems.lines.append(f"selection.target={target}: nothing is there")
+            if not self.config.scorer:
+                self.problems.lines.append("selection=influence works on embeddings: it needs a scorer")
 
     def survey(self) -> Survey | None:
         """Pool and scorer; None when a part of them is wrong already."""
