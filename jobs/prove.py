@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import MISSING, DictConfig
 
-from filters.network.result import read_summary
+from filters.network.result import SUMMARY
 from jobs.launch import build, launch, plain, register
 from jobs.prove_clip import ClipConfig, ClipJudge, image_size
 from pipeline import storage
@@ -164,9 +164,9 @@ def selection_seconds(here: Run, scan_seconds: float | None) -> dict[str, float]
     receipt = here.receipt()
     spent: dict[str, float] = {}
     weights = (receipt["config"].get("scorer") or {}).get("weights")
-    network = read_summary(weights) if weights and storage.exists(weights) else None
-    if network:
-        spent["filter network"] = network.seconds
+    summary = storage.join(weights or "", SUMMARY)  # there is one when jobs.train_filter made the weights
+    if weights and storage.exists(summary):
+        spent["filter network"] = storage.read_json(summary)["seconds"]
     spent["scan"] = _scan_seconds(here, receipt) if scan_seconds is None else scan_seconds
     return spent | {k: s for k, s in receipt["seconds"].items() if k != "scan"}
 
