@@ -26,6 +26,7 @@ from selection.proof.result import Costs, Proof, summarise
 from selection.proof.trainings import Judge, train_all
 from selection.proxy import LabelConfig, LabelledImages, ProxyConfig, load_images, pixels
 from selection.proxy.images import labelled, text_of
+from selection.quotas import round_size
 
 JUDGES = ("labels", "zero_shot", "retrieval")
 HELD_OUT, HELD_OUT_SHARE = 1_000, 0.1  # pairs of the pool that judge retrieval, at most
@@ -99,6 +100,11 @@ def make_judge(here: Run, config: ProveConfig) -> tuple[Judge, float]:
         judge, images = _clip_judge(here, config)
     if not len(judge.subset) and set(SELECTED) & set(config.arms):
         raise Refused(f"{here.folder}: no sample that could be trained on was kept; nothing to prove")
+    for entries in [judge.pool, *([len(judge.subset)] if "subset_rs2" in config.arms else [])]:
+        try:
+            round_size(entries, config.ratio)
+        except ValueError as e:
+            raise Refused(str(e)) from None
     return judge, images.seconds / len(images)
 
 

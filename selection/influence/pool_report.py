@@ -14,7 +14,7 @@ from pipeline.samples import format_uid
 from selection.influence.explain import explain
 from selection.influence.labels import label_errors
 from selection.influence.pool import PoolRows
-from selection.influence.report import LISTED, selection_report
+from selection.influence.report import selection_report
 from selection.influence.rows import Rows
 from selection.influence.score import LEVERAGE_CLASSES
 from selection.influence.select import Selection

@@ -81,7 +81,16 @@ def test_what_does_not_fit_is_refused():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"arch": "vit"}, {"width": 0}, {"lr": 0}, {"momentum": 1}, {"crop": 32}, {"weight_decay": -1}]
+    "wrong",
+    [
+        {"arch": "vit"},
+        {"width": 0},
+        {"lr": 0},
+        {"momentum": 1},
+        {"crop": 32},
+        {"weight_decay": -1},
+        {"depth": 6, "arch": "convnet"},
+    ],
 )
 def test_config_out_of_range_is_refused(wrong):
     with pytest.raises(ValueError, match=f"{next(iter(wrong))}="):
