@@ -11,10 +11,11 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from pipeline import storage
+from pipeline import shards, storage
 from pipeline.errors import Refused
 from pipeline.samples import IMAGE_EXTS
 from pipeline.shards import SHARD_SUFFIXES
+from pipeline.tables import digest_json
 
 IMAGE_COLUMNS = ("jpg", "png", "webp", "image", "img", "bytes")
 CAPTION_COLUMNS = ("caption", "text", "captions")  # of a list of captions the first is taken
@@ -46,6 +47,15 @@ def _image_of_folder(fs: Any, folder: str, file: str) -> Image:
     within = PurePosixPath(file).relative_to(PurePosixPath(folder))
     label = {"cls": within.parent.name.encode()} if within.parent.name else {}
     return str(within).replace(".", "_").replace("/", "_"), {"jpg": fs.cat_file(file), **label}
+
+
+def fingerprint(path: str) -> str:
+    """Digest of what an evaluation set consists of: every file's name, size and time stamp; nothing is read."""
+    fs, p = storage.resolve(path)
+    if fs.exists(p):
+        files = fs.find(p, detail=True) if fs.isdir(p) else {p: fs.info(p)}
+        return digest_json([[name, storage.mark(files[name])] for name in sorted(files)])
+    return digest_json([[shard, storage.signature(shard)] for shard in shards.expand(path)])
 
 
 def _parquet_images(path: str) -> Iterator[Image]:
