@@ -21,6 +21,7 @@ from jobs.stages import filter_stage
 from pipeline import cluster, storage
 from pipeline.cluster import Workers
 from pipeline.decode import DecodeConfig
+from pipeline.errors import Refused
 from pipeline.estimate import (
     Cost,
     PoolSize,
@@ -39,6 +40,10 @@ from pipeline.scan import Survey, divide
 def run(config: DictConfig) -> None:
     age = process_age()
     started = time.monotonic()
+    if config.pool.metadata:
+        raise Refused(
+            "pool.metadata: a plan reads a shard, and such a pool has none; docs/scale.md has its costs"
+        )
     plan = Plan(config)
     plan.check()
     here = plan.survey()

@@ -10,8 +10,9 @@ from typing import Any
 import polars as pl
 import pyarrow.parquet as pq
 
-from filters.duplicates.config import memory_plan
+from filters.duplicates.config import memory_plan, passes
 from filters.duplicates.stage import DedupConfig
+from filters.duplicates.table_blocks import TOWERS
 from pipeline import storage
 from pipeline.estimate import Cost, PoolSize, human
 from pipeline.probe import Probe
@@ -21,7 +22,9 @@ from selection.run_rounds import RoundsConfig
 
 EXACT_SECONDS = 5e-6  # a row
 NEAR_SECONDS = 83e-6  # a row of 512 numbers on one core, in a pool of a million
-FLOPS = 50e9  # a second and core: hash products, and products with heads
+LEAK_FLOPS = 50e9  # hash products a second, one core
+HEAD_FLOPS = 11e9  # products of a head in float64 a second, one busy core (benchmarks/influence.py)
+SCORE_BYTES = 40  # of disk, a row of the influence stage
 CODE_BITS = 64
 UID_BYTES = 16
 SHARD_SAMPLES = 10_000  # of an evaluation shard that no file counts
@@ -52,7 +55,7 @@ def stage_costs(parts: Mapping[str, Any], basis: Basis) -> Iterator[Cost]:
 
 def _leakage(sets: Mapping[str, str], basis: Basis) -> Cost:
     images = sum(evaluation_size(storage.absolute(path, "leakage.sets")) for path in sets.values())
-    seconds = images / basis.pace + 2.0 * basis.rows * images * CODE_BITS / FLOPS / basis.cores
+    seconds = images / basis.pace + 2.0 * basis.rows * images * CODE_BITS / LEAK_FLOPS / basis.cores
     return Cost(
         "leakage", seconds, note=f"reckoned: {images:,} evaluation images against {basis.rows:,} rows"
     )
@@ -71,23 +74,27 @@ def evaluation_size(path: str) -> int:
 
 
 def _dedup(config: DedupConfig, basis: Basis) -> Cost:
-    rows, own = basis.rows, ", and a second scan, by dedup.scorer" if config.scorer else ""
+    rows, own = basis.rows, "; and a second scan, by dedup.scorer" if config.scorer else ""
     if not config.near:
         return Cost("dedup", EXACT_SECONDS * rows, note="reckoned; exact duplicates alone")
-    width = 1 if config.method == "phash" else max(basis.width, 1) * (2 if config.embedding == "both" else 1)
+    width = 1 if config.method == "phash" else max(basis.width, 1) * len(TOWERS[config.embedding])
     need = memory_plan(config.search(), rows, width)
     seconds = rows * NEAR_SECONDS * max(width, CODE_BITS) / 512 * max(rows / 1e6, 1.0) ** 0.05
     memory = f"{human(need.task_bytes)} a task, {human(need.driver_bytes)} to decide"
-    note = f"reckoned for {rows:,} rows{own}"
+    note = (
+        f"reckoned for {rows:,} rows; the largest cluster needs {human(need.whole)}, dedup.task_memory is"
+        f" {human(config.task_memory)}: {passes(need.passes)}{own}"
+    )
     return Cost("dedup", seconds / basis.cores, memory, need.disk, note=note)
 
 
 def _influence(config: InfluenceStageConfig, basis: Basis) -> Cost:
     classes = config.expected_classes() or _classes(config.labels, basis.probe)
     need = config.cost(basis.rows, max(basis.width, 1), classes)
-    memory = f"{human(need.driver_bytes)} here, {human(need.worker_bytes)} a worker"
-    note = f"reckoned: {need.flops:.1e} FLOPs for {classes:,} classes, {human(need.read_bytes)} read"
-    return Cost("influence", need.flops / FLOPS / basis.cores, memory, note=note)
+    memory = f"{human(need.worker_bytes)} a task, {human(need.driver_bytes)} to decide"
+    note = f"reckoned for {basis.rows:,} rows, {classes:,} classes: {need.describe()}"
+    seconds = need.flops / HEAD_FLOPS / basis.cores
+    return Cost("influence", seconds, memory, basis.rows * SCORE_BYTES, note=note)
 
 
 def _classes(column: str, probe: Probe) -> int:
