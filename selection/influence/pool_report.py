@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -14,14 +14,12 @@ from pipeline.samples import format_uid
 from selection.influence.explain import explain
 from selection.influence.labels import label_errors
 from selection.influence.pool import PoolRows
-from selection.influence.report import LISTED, selection_report
+from selection.influence.report import selection_report
 from selection.influence.rows import Rows
 from selection.influence.score import LEVERAGE_CLASSES
 from selection.influence.select import Selection
 from selection.influence.sheet import Tile, draw_sheet
-
-if TYPE_CHECKING:
-    from selection.influence.stage import InfluenceStageConfig
+from selection.influence.stage_config import InfluenceStageConfig
 
 MOST_LABEL_ERRORS = 100_000
 TREE_ROWS, TREE_SHARDS = 20_000, 64  # what the explaining tree sees of a large pool
