@@ -122,7 +122,7 @@ def _duplicates(found: pairs.Duplicates | None, receipt: Mapping[str, Any], seen
     if found is None or not (found.groups or found.least):
         return None
     dropped = {r: receipt["dropped"].get(r, 0) for r in ("exact_duplicate", "near_duplicate")}
-    data = {"groups": found.groups, "least": found.least, "near": found.near, "dropped": dropped}
+    data = {"groups": found.groups, "least": found.least, **found.told, "dropped": dropped}
     return Section(
         "duplicates", "Duplicates", {**data, "config": receipt["config"]["dedup"], "place": _placed(seen)}
     )
