@@ -14,8 +14,7 @@ import pytest
 
 from jobs import curate, report
 from pipeline.samples import format_uid
-from tests.build import TINY, call, encode, jpeg, make_shard, picture, sample, uid
-from tests.conftest import run_in_process
+from tests.build import TINY, call, encode, jpeg, make_shard, picture, sample, uid, work_in_process
 
 HOSTILE = [
     "</script><img src=x onerror=\"document.title='owned'\">",
@@ -65,7 +64,7 @@ def run(pool: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run's folder: a top fraction on a column with ties, then exact duplicates."""
     out = tmp_path_factory.mktemp("out")
     with pytest.MonkeyPatch.context() as patch:
-        run_in_process(patch)
+        work_in_process(patch.setattr)
         code = call(
             curate, f"pool.shards={pool}/*.tar", f"out={out}", "scorer=none", "filters=[column]",
             "filters.column.column=aesthetic", "filters.column.top_fraction=0.4", "dedup=exact",
