@@ -9,6 +9,9 @@ from typing import Any, TypeVar
 
 import polars as pl
 
+from pipeline.cluster import ClusterConfig
+from pipeline.tables import TableSet
+
 PoolColumns = Callable[[Sequence[str]], Iterator[pl.DataFrame]]
 F = TypeVar("F", bound="Filter")
 
@@ -51,6 +54,14 @@ class Filter(ABC):
     def reasons(self) -> dict[str, str]:
         """This filter's own reasons, each with its explanation."""
         return {}
+
+    def makes(self) -> list[str]:
+        """Those of `columns` that `prepare` makes where the tables do not have them."""
+        return []
+
+    def prepare(self: F, tables: TableSet, ids: Sequence[str], workers: ClusterConfig) -> F:
+        """Columns that are costly are made here, on the cluster and once: they stay with the tables of `ids`."""
+        return self
 
     def fit(self, pool: PoolColumns) -> Filter:
         """A filter whose cut depends on the pool finds it here, from columns of all readable samples."""

@@ -44,31 +44,39 @@ class ScoreCut(Filter):
         return [self.column]
 
     def reasons(self) -> dict[str, str]:
-        return {f"{self.name}_below_cut": f"its {self.column} is below the cut of the filter {self.name!r}"}
+        return {f"{self.name}_below_cut": f"its score is below the cut of the filter {self.name!r}"}
 
     def fit(self, pool: PoolColumns) -> ScoreCut:
         if self.top_fraction is None:
             return self
-        count = sum(len(score) for score, _, _ in self._finite(pool))
+        count = sum(int(_scores(frame, self.column)[1].sum()) for frame in pool([self.column]))
         k = top_count(self.top_fraction, count)
         boundary = select_top(lambda: self._finite(pool), count, k) if k else Boundary(np.inf, 0, 0)
         return replace(self, boundary=boundary)
 
     def _finite(self, pool: PoolColumns) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         for frame in pool(self.columns()):
-            score = frame[self.column].cast(pl.Float64).fill_null(np.nan).to_numpy()
-            finite = np.isfinite(score)
+            score, finite = _scores(frame, self.column)
             yield score[finite], frame["uid_hi"].to_numpy()[finite], frame["uid_lo"].to_numpy()[finite]
 
     def verdicts(self) -> list[Verdict]:
-        value = pl.col(self.column).cast(pl.Float64)
+        own = pl.col(
+            self.column
+        )  # a threshold is held against the column in its own precision, as the reference does
+        value = own.cast(pl.Float64)
         reason = f"{self.name}_below_cut"
         finite = Verdict("non_finite_score", ~value.is_finite(), value)
         if self.threshold is not None:
-            return [finite, Verdict(reason, value < self.threshold, value, self.threshold)]
+            return [finite, Verdict(reason, own < self.threshold, value, self.threshold)]
         if self.boundary is None:
             raise RuntimeError("fit the filter to its pool before asking for verdicts")
         return [finite, Verdict(reason, ~self.boundary.includes(self.column), value, self.boundary.score)]
+
+
+def _scores(frame: pl.DataFrame, column: str) -> tuple[np.ndarray, np.ndarray]:
+    """Scores float64 (n,), and which of them are finite."""
+    score = frame[column].cast(pl.Float64).fill_null(np.nan).to_numpy()
+    return score, np.isfinite(score)
 
 
 def top_count(fraction: float, n: int) -> int:

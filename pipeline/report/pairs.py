@@ -86,7 +86,8 @@ def duplicates(run: Run) -> Duplicates | None:
     path = storage.join(folder, "duplicates.parquet") if folder else ""
     if not folder or not storage.exists(path):
         return None
-    found = Duplicates(told=storage.read_json(storage.join(folder, "duplicates.json")))
+    summary = storage.join(folder, "duplicates.json")
+    found = Duplicates(told=storage.read_json(summary) if storage.exists(summary) else {})
     table = pl.scan_parquet(storage.resolve(path)[1])
     for hi, lo, size in largest_groups(table, GROUPS):
         members = table.filter(pl.col("kept_uid_hi") == hi, pl.col("kept_uid_lo") == lo)
