@@ -13,12 +13,8 @@ import numpy as np
 import pytest
 
 from jobs import curate, report
-<<<<<<< HEAD
-from tests.build import call, jpeg, make_shard, sample, uid, work_in_process
-=======
 from pipeline.samples import format_uid
 from tests.build import TINY, call, encode, jpeg, make_shard, picture, sample, uid, work_in_process
->>>>>>> main
 
 HOSTILE = [
     "</script><img src=x onerror=\"document.title='owned'\">",
