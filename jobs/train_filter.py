@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING, DictConfig
 
-from filters.network.train import TrainConfig, train_network
+from filters.network.config import TrainConfig
+from filters.network.train import train_network
 from jobs.launch import build, launch, register
 from pipeline.decode import DecodeConfig
 from pipeline.samples import PoolConfig

@@ -55,6 +55,7 @@ class TrainResult:
     steps: int
     samples_seen: int
     parameters: int
+    workers: int
     device: str
     precision: str
     seconds: float

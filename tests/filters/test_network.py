@@ -21,13 +21,15 @@ from open_clip.transform import PreprocessCfg
 from PIL import Image
 from torch.nn.functional import normalize
 
-from filters.network import train as training
+from filters.network import loop as training
 from filters.network.augment import AugmentConfig, augment
+from filters.network.config import TrainConfig
 from filters.network.data import DataConfig, Position, TrustedPairs
 from filters.network.evaluate import auc, judge
+from filters.network.loop import CHECKPOINT
 from filters.network.loss import contrastive_loss
 from filters.network.optim import adamw, learning_rate
-from filters.network.train import CHECKPOINT, TrainConfig, train_network
+from filters.network.train import train_network
 from pipeline.decode import DecodeConfig, Decoder
 from pipeline.errors import Refused, WinnowError
 from pipeline.samples import PoolConfig
@@ -141,15 +143,6 @@ def test_equal_captions_are_positives():
     torch.testing.assert_close(contrastive_loss(image, text, tokens, torch.tensor(10.0)), expected)
 
 
-def test_loss_spans_what_gather_brings():
-    image, text, captions = unit(8, 0), unit(8, 1), torch.tensor([0, 1, 2, 3, 0, 1, 4, 5])
-    halves = iter([image, text, captions])
-    got = contrastive_loss(
-        image[:4], text[:4], captions[:4], torch.tensor(5.0), gather=lambda rows: next(halves)
-    )
-    torch.testing.assert_close(got, contrastive_loss(image, text, captions, torch.tensor(5.0)))
-
-
 # ---------------------------------------------------------------- schedule, optimiser, augmentation, figures
 
 
@@ -216,7 +209,7 @@ def drawn(pairs: TrustedPairs, size: int, n: int, position: Position = Position(
     batches = pairs.batches(size, position)
     out = [next(batches) for _ in range(n)]
     batches.close()
-    return [hash(b.images.numpy().tobytes() + b.tokens.numpy().tobytes()) for b, _ in out], [
+    return [hash(b.pairs.images.numpy().tobytes() + b.pairs.tokens.numpy().tobytes()) for b, _ in out], [
         p for _, p in out
     ]
 
@@ -239,14 +232,14 @@ def test_an_epoch_takes_each_pair_once_and_never_a_held_out_one(trusted: Path):
     held_out = pairs.held_out()
     batch, position = next(pairs.batches(1000, Position()))
     assert position == Position(epoch=1)
-    images = {x.numpy().tobytes() for x in batch.images}
-    kept_apart = {x.numpy().tobytes() for x in held_out.images}
+    images = {x.numpy().tobytes() for x in batch.pairs.images}
+    kept_apart = {x.numpy().tobytes() for x in held_out.pairs.images}
     report = pairs.report()
-    assert len(images) == len(batch.images) == report["trained_on"]
-    assert len(kept_apart) == len(held_out.images) == report["held_out"]
+    assert len(images) == len(batch.pairs.images) == report["trained_on"]
+    assert len(kept_apart) == len(held_out.pairs.images) == report["held_out"]
     assert not images & kept_apart
     assert 45 < len(kept_apart) < 100
-    assert len(stream(trusted, held_out=0.3, held_out_limit=30).held_out().images) == 30
+    assert len(stream(trusted, held_out=0.3, held_out_limit=30).held_out().pairs.images) == 30
     assert stream(trusted, held_out=0).held_out() is None
 
 
@@ -304,7 +297,7 @@ def test_result_folder_is_open_clips(trained, trusted: Path):
     curve = (out / "curve.csv").read_text().splitlines()
     assert curve[0] == "step,samples_seen,learning_rate,loss,logit_scale,held_out_auc"
     assert curve[-1].startswith(f"{result.steps},{result.samples_seen},")
-    pixels = stream(trusted, held_out=0.3).held_out().images[:20]
+    pixels = stream(trusted, held_out=0.3).held_out().pairs.images[:20]
     captions = ["a red square", "a blue square"] * 10
     image, text, cosine = Scorer(ScorerConfig(weights=str(out), precision="fp32")).embed(pixels, captions)
     model, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{out}")
@@ -345,16 +338,15 @@ def test_a_set_smaller_than_a_batch(trusted: Path, tmp_path: Path):
 KILLED = """
 import os, sys
 from pathlib import Path
-from filters.network import train
+from filters.network.loop import Loop
 from tests.filters import test_network
-saves = 0
-save = train._Training._save
+save = Loop._save
 def save_and_tell(self):
     save(self)
     print(self.step, flush=True)
     if self.step == 4:
         sys.stdin.read()  # until the test kills this process
-train._Training._save = save_and_tell
+Loop._save = save_and_tell
 test_network.train(Path(sys.argv[1]), sys.argv[2])
 """
 
