@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-import polars as pl
 from omegaconf import MISSING, DictConfig
 
 from jobs.launch import build, launch, register
@@ -63,10 +62,9 @@ def _own_selection(here: Run, subset: str, allow_missing: bool) -> tuple[str, st
             uids = load_subset(local)
     except (OSError, ValueError) as e:
         raise Refused(f"subset={subset}: {e}") from None
-    ids = pl.read_parquet(storage.read_bytes(here.path("accounting.parquet")))["id"].to_list()
     name = storage.name(subset).removesuffix(".npy")
     path = here.path("subsets", name, "manifest.parquet")
-    missing = manifest_of_subset(uids, here.tables(), ids, path)
+    missing = manifest_of_subset(uids, here.tables(), here.shard_ids(), path)
     if len(missing):
         listing = here.path("subsets", name, "missing.txt")
         storage.write_bytes(listing, "".join(f"{_hex(u)}\n" for u in missing).encode())

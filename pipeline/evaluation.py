@@ -17,13 +17,15 @@ from pipeline.shards import SHARD_SUFFIXES
 
 IMAGE_COLUMNS = ("jpg", "png", "webp", "image", "img", "bytes")
 ROWS = 2_000  # held at a time
+Image = tuple[str, bytes, str | None]  # key, bytes, label
 
 
 def as_shards(path: str, folder: str) -> str:
     """A `pool.shards` value for the evaluation set at `path`; shards that have to be made go to `folder`.
 
-    Keys are row numbers of a parquet file, or paths within a folder of images. Raises Refused for a parquet
-    file without an image column, and for a folder without images.
+    Keys are row numbers of a parquet file, or paths within a folder of images. The column `label`, or the name
+    of the folder that an image lies in, becomes a cls member. Raises Refused for a parquet file without an
+    image column, and for a folder without images.
     """
     if path.endswith(".parquet"):
         return _write(_parquet_images(path), folder)
@@ -35,24 +37,33 @@ def as_shards(path: str, folder: str) -> str:
         raise Refused(
             f"{path}: neither shards ({', '.join(SHARD_SUFFIXES)}) nor images ({', '.join(IMAGE_EXTS)})"
         )
-    names = ((str(PurePosixPath(f).relative_to(PurePosixPath(p))), f) for f in files)
-    return _write(((n.replace(".", "_").replace("/", "_"), fs.cat_file(f)) for n, f in names), folder)
+    names = ((PurePosixPath(f).relative_to(PurePosixPath(p)), f) for f in files)
+    return _write(
+        (
+            (str(n).replace(".", "_").replace("/", "_"), fs.cat_file(f), n.parent.name or None)
+            for n, f in names
+        ),
+        folder,
+    )
 
 
-def _parquet_images(path: str) -> Iterator[tuple[str, bytes]]:
+def _parquet_images(path: str) -> Iterator[Image]:
     with storage.open_file(path) as f:
         table = pq.ParquetFile(f)
         column = next((c for c in IMAGE_COLUMNS if c in table.schema_arrow.names), None)
         if column is None:
             raise Refused(f"{path}: no image column (looked for {', '.join(IMAGE_COLUMNS)})")
+        columns = [column, *({"label"} & set(table.schema_arrow.names))]
         row = 0
-        for batch in table.iter_batches(256, columns=[column]):
-            for value in batch.column(0).to_pylist():
-                yield str(row), value["bytes"] if isinstance(value, dict) else value
+        for batch in table.iter_batches(256, columns=columns):
+            for record in batch.to_pylist():
+                value, label = record[column], record.get("label")
+                data = value["bytes"] if isinstance(value, dict) else value
+                yield str(row), data, None if label is None else str(label)
                 row += 1
 
 
-def _write(images: Iterator[tuple[str, bytes]], folder: str) -> str:
+def _write(images: Iterator[Image], folder: str) -> str:
     """Shards of ROWS images each, committed whole; images keep their bytes whatever their format."""
     for number in itertools.count():
         some = list(itertools.islice(images, ROWS))
@@ -60,8 +71,14 @@ def _write(images: Iterator[tuple[str, bytes]], folder: str) -> str:
             break
         path = storage.join(folder, f"{number:05d}.tar")
         with storage.commit(path) as tmp, tarfile.open(tmp, "w", format=tarfile.PAX_FORMAT) as tar:
-            for key, data in some:
-                info = tarfile.TarInfo(f"{key}.jpg")  # read by its bytes, not by its name
-                info.size = len(data)
-                tar.addfile(info, io.BytesIO(data))
+            for key, data, label in some:
+                _add(tar, f"{key}.jpg", data)  # read by its bytes, not by its name
+                if label is not None:
+                    _add(tar, f"{key}.cls", label.encode())
     return folder
+
+
+def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+    info = tarfile.TarInfo(name)
+    info.size = len(data)
+    tar.addfile(info, io.BytesIO(data))

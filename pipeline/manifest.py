@@ -73,6 +73,11 @@ class Run:
             )
         return storage.read_json(path)
 
+    def shard_ids(self) -> list[str]:
+        """The shard ids of the pool, in its order."""
+        with storage.open_file(self.path("accounting.parquet")) as f:
+            return pq.read_table(f, columns=["id"])["id"].to_pylist()
+
     def tables(self) -> TableSet:
         return TableSet(storage.join(self.out, "features", self.receipt()["tables"]))
 
