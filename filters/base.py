@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import polars as pl
 
-PoolColumns = Callable[[Sequence[str]], Iterator[pl.DataFrame]]
+from pipeline.tables import TableSet
+
 F = TypeVar("F", bound="Filter")
+
+
+class PoolColumns(Protocol):
+    """Columns of all readable samples of the pool, a frame a shard; asked for as often as it takes."""
+
+    tables: TableSet
+
+    def __call__(self, columns: Sequence[str]) -> Iterator[pl.DataFrame]: ...
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -14,15 +15,14 @@ from pipeline.select_top import Boundary, select_top
 
 
 @dataclass(kw_only=True)
-class ScoreCut(Filter):
-    """Keep the samples whose `column` is high enough. Give exactly one of the two cuts.
+class Cut(Filter):
+    """Keep the samples whose value is high enough; what the value is, a subclass says. Give exactly one cut.
 
     threshold: keep value >= threshold. top_fraction: keep exactly round(top_fraction * n) samples, n those
     of the pool with a finite value, halves up; equal values by ascending uid. Values that are missing, NaN
     or infinite are apart: `non_finite_score`, whatever the cut.
     """
 
-    column: str
     threshold: float | None = None
     top_fraction: float | None = None
     boundary: Boundary | None = None  # found by `fit`
@@ -37,38 +37,59 @@ class ScoreCut(Filter):
                 f"threshold={self.threshold}, top_fraction={self.top_fraction}: give one and set the other to null"
             )
 
-    def columns(self) -> list[str]:
-        return [self.column, "uid_hi", "uid_lo"]
+    @abstractmethod
+    def value(self) -> pl.Expr:
+        """The value of each row, from `columns`; the same bits for a row whatever rows are around it."""
 
-    def numbers(self) -> list[str]:
-        return [self.column]
+    @abstractmethod
+    def what(self) -> str:
+        """The value's name in explanations."""
 
     def reasons(self) -> dict[str, str]:
-        return {f"{self.name}_below_cut": f"its {self.column} is below the cut of the filter {self.name!r}"}
+        return {f"{self.name}_below_cut": f"its {self.what()} is below the cut of the filter {self.name!r}"}
 
-    def fit(self, pool: PoolColumns) -> ScoreCut:
+    def fit(self, pool: PoolColumns) -> Filter:
         if self.top_fraction is None:
             return self
-        count = sum(len(score) for score, _, _ in self._finite(pool))
+        count = sum(len(value) for value, _, _ in self._finite(pool))
         k = top_count(self.top_fraction, count)
         boundary = select_top(lambda: self._finite(pool), count, k) if k else Boundary(np.inf, 0, 0)
         return replace(self, boundary=boundary)
 
     def _finite(self, pool: PoolColumns) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         for frame in pool(self.columns()):
-            score = frame[self.column].cast(pl.Float64).fill_null(np.nan).to_numpy()
-            finite = np.isfinite(score)
-            yield score[finite], frame["uid_hi"].to_numpy()[finite], frame["uid_lo"].to_numpy()[finite]
+            value = frame.select(self.value().cast(pl.Float64).fill_null(np.nan)).to_series().to_numpy()
+            finite = np.isfinite(value)
+            yield value[finite], frame["uid_hi"].to_numpy()[finite], frame["uid_lo"].to_numpy()[finite]
 
     def verdicts(self) -> list[Verdict]:
-        value = pl.col(self.column).cast(pl.Float64)
+        value = self.value().cast(pl.Float64)
         reason = f"{self.name}_below_cut"
         finite = Verdict("non_finite_score", ~value.is_finite(), value)
         if self.threshold is not None:
             return [finite, Verdict(reason, value < self.threshold, value, self.threshold)]
         if self.boundary is None:
             raise RuntimeError("fit the filter to its pool before asking for verdicts")
-        return [finite, Verdict(reason, ~self.boundary.includes(self.column), value, self.boundary.score)]
+        return [finite, Verdict(reason, ~self.boundary.includes(value), value, self.boundary.score)]
+
+
+@dataclass(kw_only=True)
+class ScoreCut(Cut):
+    """Keep the samples whose `column` is high enough; the cuts are those of `Cut`."""
+
+    column: str
+
+    def columns(self) -> list[str]:
+        return [self.column, "uid_hi", "uid_lo"]
+
+    def numbers(self) -> list[str]:
+        return [self.column]
+
+    def value(self) -> pl.Expr:
+        return pl.col(self.column)
+
+    def what(self) -> str:
+        return self.column
 
 
 def top_count(fraction: float, n: int) -> int:

@@ -14,7 +14,22 @@ from filters.base import Filter, Verdict
 from pipeline import reasons
 from pipeline.decisions import DECISION, Chain
 from pipeline.errors import Refused
+from pipeline.tables import EMBEDDINGS, TableSet
 from pipeline.uids import repeated_uids
+
+
+@dataclass(frozen=True)
+class _Pool:
+    """Every readable sample once, for filters whose cut depends on the pool."""
+
+    tables: TableSet
+    ids: Sequence[str]
+    repeated: dict[str, np.ndarray]
+
+    def __call__(self, columns: Sequence[str]) -> Iterator[pl.DataFrame]:
+        wanted = list(dict.fromkeys([*columns, "status"]))
+        for shard, frame in self.tables.stream(self.ids, wanted):
+            yield frame.filter((pl.col("status") == "ok") & ~_mask(len(frame), self.repeated.get(shard)))
 
 
 @dataclass(frozen=True)
@@ -35,12 +50,7 @@ class FilterStage:
     def run(self, chain: Chain) -> Iterator[tuple[str, pl.DataFrame]]:
         self._check_columns(chain)
         repeated = repeated_uids(chain.tables, chain.ids)
-
-        def pool(columns: Sequence[str]) -> Iterator[pl.DataFrame]:
-            wanted = list(dict.fromkeys([*columns, "status"]))
-            for shard, frame in chain.tables.stream(chain.ids, wanted):
-                yield frame.filter((pl.col("status") == "ok") & ~_mask(len(frame), repeated.get(shard)))
-
+        pool = _Pool(chain.tables, chain.ids, repeated)
         fitted = [f.fit(pool) for f in self.filters]
         verdicts = [v for f in fitted for v in f.verdicts()]
         needed = dict.fromkeys(c for f in fitted for c in f.columns())
@@ -54,6 +64,8 @@ class FilterStage:
         for shard in chain.ids[:: max(1, len(chain.ids) // 64)]:
             have |= {f.name: f.type for f in chain.tables.schema(shard)}
         optional = {"original_width", "original_height"}
+        if any(c in EMBEDDINGS for f in self.filters for c in f.columns()):
+            optional |= EMBEDDINGS.keys() if chain.tables.identity()["scorer"] else set()
         for f in self.filters:
             for column in f.columns():
                 if column not in have.keys() | optional:

@@ -30,6 +30,7 @@ from pipeline.shards import stem
 TABLE_VERSION = 1
 ROW_GROUP = 8192
 TYPES = {"str": pa.string(), "int": pa.int64(), "float": pa.float64(), "bool": pa.bool_()}
+EMBEDDINGS = {"embedding_image": "image", "embedding_text": "text"}  # as columns, and the tower of each
 NAME = pa.dictionary(pa.int32(), pa.string())
 BASE = {
     "uid_hi": pa.uint64(),
@@ -122,7 +123,15 @@ class TableSet:
         return self.schema(shard).names
 
     def read(self, shard: str, columns: Sequence[str]) -> pl.DataFrame:
-        """Rows of one shard in shard order; a column that this table lacks comes as nulls."""
+        """Rows of one shard in shard order; a column that this table lacks comes as nulls.
+
+        The names in EMBEDDINGS are columns too, of float32 arrays.
+        """
+        embeddings = [c for c in columns if c in EMBEDDINGS]
+        if embeddings:
+            blocks = [self._column(shard, c) for c in embeddings]
+            rest = self.read(shard, [c for c in columns if c not in EMBEDDINGS])
+            return rest.with_columns(blocks).select(columns)
         have = set(self.columns(shard))
         with storage.open_file(self.path(shard, "parquet")) as f:
             frame = pl.from_arrow(pq.read_table(f, columns=[c for c in columns if c in have]))
@@ -140,6 +149,10 @@ class TableSet:
                 if n + 2 * threads < len(ids):
                     ahead.append(pool.submit(self.read, ids[n + 2 * threads], columns))
                 yield shard, frame
+
+    def _column(self, shard: str, name: str) -> pl.Series:
+        block = self.embeddings(shard, EMBEDDINGS[name]).astype(np.float32)
+        return pl.Series(name, block, pl.Array(pl.Float32, block.shape[1]))
 
     def embeddings(self, shard: str, tower: str) -> np.ndarray:
         """float16 (rows, d) of `tower` (image or text); memory-mapped when local.
