@@ -61,6 +61,7 @@ class Sample:
 
     uid: 128 bits, high and low half. status: `ok` or a reason from `pipeline.reasons.REJECTED`.
     repaired: the caption held bytes or characters that had to be replaced by U+FFFD.
+    unreadable_json: the json member is no JSON object, and was passed over.
     """
 
     key: str
@@ -71,6 +72,7 @@ class Sample:
     label: str | None = None
     status: str = "ok"
     repaired: bool = False
+    unreadable_json: bool = False
     metadata: dict[str, Any] = field(default_factory=dict)
 
 
@@ -96,7 +98,7 @@ def read_sample(shard: Shard, shard_name: str, raw: RawSample, pool: PoolConfig)
     """Read everything of a sample but its pixels. Never raises for bad content: see `status`."""
     sample = Sample(raw.key, synthetic_uid(shard_name, raw.key), raw.members)
     sample.image = pick(raw.members, IMAGE_EXTS)
-    record = _read_json(shard, raw.members)
+    record = _read_json(sample, shard)
     if not _take_uid(sample, record, pool):
         sample.status = "invalid_uid"
     _take_caption(sample, shard, record, pool)
@@ -120,14 +122,15 @@ def pick(members: Sequence[Member], exts: Sequence[str]) -> Member | None:
     return next(iter(exact or loose), None)
 
 
-def _read_json(shard: Shard, members: Sequence[Member]) -> dict[str, Any]:
-    member = pick(members, ["json"])
+def _read_json(sample: Sample, shard: Shard) -> dict[str, Any]:
+    member = pick(sample.members, ["json"])
     if member is None:
         return {}
     try:
         value = json.loads(shard.read(member).decode("utf-8-sig", "replace"))
     except (ValueError, RecursionError):
-        return {}
+        value = None
+    sample.unreadable_json = not isinstance(value, dict)
     return value if isinstance(value, dict) else {}
 
 

@@ -232,14 +232,14 @@ def _divide(tables: TableSet, found: list[str]) -> tuple[dict[str, ShardReport],
         beside = marks[folder].get(storage.name(sidecar.path_of(shard)))
         name = shard_id(shard)
         report = tables.report(name) if f"{name}.json" in committed else None
-        if report and report.signature == mark and report.sidecar == beside:
+        task = ShardTask(
+            shard=shard, id=name, signature=mark, sidecar=beside, promised=counts.promised(shard)
+        )
+        now = (mark, beside, task.promised)
+        if report and (report.signature, report.sidecar, report.promised) == now:
             done[name] = report
         else:
-            tasks.append(
-                ShardTask(
-                    shard=shard, id=name, signature=mark, sidecar=beside, promised=counts.promised(shard)
-                )
-            )
+            tasks.append(task)
     return done, tasks
 
 

@@ -74,7 +74,8 @@ class ShardScanner:
         with storage.local_copy(task.shard) as local:
             digest = _digest(local)
             before = self.tables.report(task.id)
-            if before and before.digest == digest and before.sidecar == task.sidecar:
+            now = (digest, task.sidecar, task.promised)
+            if before and (before.digest, before.sidecar, before.promised) == now:
                 before.signature = task.signature
                 write_report(self.tables, before)
                 return before
@@ -88,7 +89,8 @@ class ShardScanner:
             sidecar.types if sidecar else {}
         )
         report = ShardReport(
-            shard=task.shard, id=task.id, signature=task.signature, sidecar=task.sidecar, digest=digest,
+            shard=task.shard, id=task.id, signature=task.signature, sidecar=task.sidecar,
+            promised=task.promised, digest=digest,
             lost=index.lost, damage=index.reason, detail=index.detail,
         )  # fmt: skip
         counts: Counter[str] = Counter()
@@ -104,6 +106,7 @@ class ShardScanner:
                     block.add(rows)
                 counts.update(chunk.columns["status"])
                 notes["repaired_caption"] += sum(s.repaired for s in chunk.samples)
+                notes["unreadable_json"] += sum(s.unreadable_json for s in chunk.samples)
                 report.rows += len(chunk.samples)
                 if sidecar:
                     names += [(s.key, s.uid) for s in chunk.samples]

@@ -65,15 +65,16 @@ def schema(metadata: Mapping[str, pa.DataType], score_column: str | None) -> pa.
 class ShardReport:
     """What the scan of one shard found; the accounting of a run is the sum of these.
 
-    rows: samples in the table; status: their counts by status; lost: samples that a count file promises
-    and nothing can read, under the damage's reason. notes: counts that are no loss (members passed over,
-    repaired captions, ...).
+    promised: (samples, the count file that says so) or None. rows: samples in the table; status: their
+    counts by status; lost: samples that are promised and cannot be read, under the damage's reason.
+    notes: counts that are no loss (members passed over, repaired captions, ...).
     """
 
     shard: str
     id: str
     signature: dict[str, Any]
     sidecar: dict[str, Any] | None = None
+    promised: tuple[int, str] | None = None
     digest: str = ""
     rows: int = 0
     status: dict[str, int] = field(default_factory=dict)
@@ -81,6 +82,10 @@ class ShardReport:
     damage: str | None = None
     detail: str = ""
     notes: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.promised is not None:  # JSON knows no tuples
+            self.promised = (self.promised[0], self.promised[1])
 
     @property
     def samples(self) -> int:

@@ -63,6 +63,16 @@ def test_only_new_and_changed_shards_are_opened(tmp_path: Path) -> None:
 
 
 @in_process
+def test_a_count_file_that_changes_is_held_against_its_shard_again(tmp_path: Path) -> None:
+    pool = make_pool(tmp_path / "pool", 2, 2)
+    assert run(tmp_path / "out", pool).samples == 4
+    (tmp_path / "pool" / "00001_stats.json").write_text('{"successes": 5}')
+    found = run(tmp_path / "out", pool)
+    assert (found.scanned, found.samples, found.rejected()) == (1, 7, {"truncated_shard": 3})
+    assert run(tmp_path / "out", pool).scanned == 0
+
+
+@in_process
 def test_tables_serve_when_the_pool_has_gone(tmp_path: Path) -> None:
     pool = make_pool(tmp_path / "pool", 2, 2)
     for spec in (pool, str(tmp_path / "pool"), str(tmp_path / "pool" / "{00000..00001}.tar")):

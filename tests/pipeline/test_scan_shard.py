@@ -58,6 +58,13 @@ def test_every_sample_has_a_row_and_a_reason(tmp_path: Path) -> None:
     assert table.filter(pl.col("status") != "ok")["phash"].null_count() == sum(e != "ok" for e in expected)
 
 
+def test_json_that_cannot_be_read_is_counted(tmp_path: Path) -> None:
+    shard = make_shard(tmp_path / "a.tar", [sample(0, json=b"{oops"), sample(1, json=b"[1]"), sample(2)])
+    report, table = scan_shard(shard, tmp_path / "out")
+    assert statuses(table) == ["ok"] * 3
+    assert report.notes == {"unreadable_json": 2}
+
+
 def test_truncated_images_can_be_kept(tmp_path: Path) -> None:
     noisy = encode(picture((96, 96), 3), quality=95)
     shard = make_shard(tmp_path / "a.tar", [sample(0, jpg=noisy[: len(noisy) // 2])])
