@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -66,9 +66,9 @@ class TruthConfig:
     """What is known of the pool's pairs: a parquet file with `uid` (32 hex digits) and `column`; the pairs
     whose value there is one of `right` are right, all others wrong. Pairs that it lacks do not count."""
 
-    path: str
+    path: str | None = None
     column: str = "kind"
-    right: list[str]
+    right: list[str] = field(default_factory=lambda: ["clean", "exact_dup", "near_dup"])
 
 
 @dataclass(kw_only=True)
@@ -77,12 +77,20 @@ class HeldOutConfig:
     tested on. class_names, templates: see `filters.network.captions`. The small models learn a pair's class
     from the class name that its caption holds."""
 
-    images: str
-    class_names: Any
+    images: str | None = None
+    class_names: Any = None
     templates: Any = "openai"
 
     def captions(self) -> CaptionsConfig:
         return CaptionsConfig(class_names=self.class_names, templates=self.templates)
+
+    def check(self) -> None:
+        """Raises Refused, naming the field."""
+        try:
+            if self.images:
+                self.captions().names()
+        except (ValueError, Refused) as e:
+            raise Refused(f"held_out.{e}") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,6 +278,7 @@ class Trials:
 
 def _read_truth(config: TruthConfig) -> pl.DataFrame:
     """uid and right, a row a known pair."""
+    assert config.path
     with storage.open_file(config.path) as f:
         frame = pl.read_parquet(f.read())
     for column in ("uid", config.column):

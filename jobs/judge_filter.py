@@ -32,7 +32,7 @@ TITLES = ("precision", "AUC", "own accuracy", "small model")
 @dataclass(kw_only=True)
 class JudgeConfig:
     """filters: the contestants by name, see `jobs.judge_contest.ContestantConfig`; `experiment=poisoning` sets
-    them. truth, held_out: what they are judged by; at least one.
+    them. trusted: shards of trusted pairs. truth, held_out: what the filters are judged by; at least one.
 
     keep: the share of the pool that each filter keeps. seeds: trials of each filter, with seeds 0, 1, ...
     model, init, train: of the networks that are trained here. proxy, steps: the small model, and its steps,
@@ -41,16 +41,16 @@ class JudgeConfig:
 
     out: str = MISSING
     pool: PoolConfig = MISSING
-    trusted: PoolConfig | None = None
+    trusted: Any = None
     filters: dict[str, Any] = field(default_factory=dict)
-    truth: TruthConfig | None = None
-    held_out: HeldOutConfig | None = None
+    truth: TruthConfig = field(default_factory=TruthConfig)
+    held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
     keep: float = 0.5
     seeds: int = 3
     model: str = "small"
     init: str | None = None
     train: TrainConfig = field(default_factory=TrainConfig)
-    proxy: Any = field(default_factory=dict)
+    proxy: ProxyConfig = field(default_factory=ProxyConfig)
     steps: int = 500
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -65,8 +65,10 @@ class JudgeConfig:
 
 def run(node: DictConfig) -> None:
     config = build(node, "", JudgeConfig)
-    if config.truth is None and config.held_out is None:
-        raise Refused("truth, held_out: give at least one, there is nothing to judge by")
+    if not config.truth.path and not config.held_out.images:
+        raise Refused("truth.path, held_out.images: give at least one, there is nothing to judge by")
+    config.held_out.check()
+    trusted = build(node.trusted, "trusted", PoolConfig) if node.trusted.shards else None
     if not config.filters:
         raise Refused("filters: name at least one")
     contestants = {
@@ -75,9 +77,10 @@ def run(node: DictConfig) -> None:
     out = storage.absolute(config.out, "out")
     arena = Arena(
         out=out, pool=_absolute(config.pool, "pool"),
-        trusted=_absolute(config.trusted, "trusted") if config.trusted else None,
-        truth=config.truth, held_out=config.held_out, keep=config.keep, model=config.model, init=config.init,
-        train=config.train, proxy=build(node.proxy, "proxy", ProxyConfig), steps=config.steps,
+        trusted=_absolute(trusted, "trusted") if trusted else None,
+        truth=config.truth if config.truth.path else None,
+        held_out=config.held_out if config.held_out.images else None, keep=config.keep, model=config.model, init=config.init,
+        train=config.train, proxy=config.proxy, steps=config.steps,
         decode=config.decode, cluster=config.cluster,
     )  # fmt: skip
     outcomes: list[Outcome] = []
