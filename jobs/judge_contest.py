@@ -172,7 +172,7 @@ class Trials:
             if contestant.kind == "random" and not name:
                 return None
         if name not in networks:
-            raise Refused(f"filters.{name or '<name>'}: a classifier needs a network among the filters")
+            raise Refused(f"contestants.{name or '<name>'}: a classifier needs a network among the contestants")
         contestant = self.contestants[name]
         if contestant.weights:
             return ScorerConfig(

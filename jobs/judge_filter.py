@@ -31,7 +31,7 @@ TITLES = ("precision", "AUC", "own accuracy", "small model")
 
 @dataclass(kw_only=True)
 class JudgeConfig:
-    """filters: the contestants by name, see `jobs.judge_contest.ContestantConfig`; `experiment=poisoning` sets
+    """contestants: the filters by name, see `jobs.judge_contest.ContestantConfig`; `experiment=poisoning` sets
     them. trusted: shards of trusted pairs. truth, held_out: what the filters are judged by; at least one.
 
     keep: the share of the pool that each filter keeps. seeds: trials of each filter, with seeds 0, 1, ...
@@ -42,7 +42,7 @@ class JudgeConfig:
     out: str = MISSING
     pool: PoolConfig = MISSING
     trusted: Any = None
-    filters: dict[str, Any] = field(default_factory=dict)
+    contestants: dict[str, Any] = field(default_factory=dict)
     truth: TruthConfig = field(default_factory=TruthConfig)
     held_out: HeldOutConfig = field(default_factory=HeldOutConfig)
     keep: float = 0.5
@@ -69,10 +69,10 @@ def run(node: DictConfig) -> None:
         raise Refused("truth.path, held_out.images: give at least one, there is nothing to judge by")
     config.held_out.check()
     trusted = build(node.trusted, "trusted", PoolConfig) if node.trusted.shards else None
-    if not config.filters:
-        raise Refused("filters: name at least one")
+    if not config.contestants:
+        raise Refused("contestants: name at least one")
     contestants = {
-        str(name): build(c, f"filters.{name}", ContestantConfig) for name, c in node.filters.items()
+        str(name): build(c, f"contestants.{name}", ContestantConfig) for name, c in node.contestants.items()
     }
     out = storage.absolute(config.out, "out")
     arena = Arena(

@@ -91,7 +91,7 @@ def test_filters_are_told_apart_and_nothing_is_done_twice(
 def test_poisoning_starts_from_the_network_that_is_there(data: Path, judged: Path):
     filters = "{poison_0: {poison: 0.0}, poison_100: {poison: 1.0}}"
     before = set(contents(judged / "networks"))
-    overrides = ["experiment=poisoning", "~filters", f"+filters={filters}"]
+    overrides = ["experiment=poisoning", "~contestants", f"+contestants={filters}"]
     assert judge(data, judged, *overrides) == 0
     found = figures(judged)
     assert list(found) == ["poison_0", "poison_100"]
@@ -128,9 +128,9 @@ def names(path: Path) -> list[str]:
     [
         (["truth.path=null", "held_out.images=null"], "there is nothing to judge by"),
         (["trusted.shards=null"], "trusted.shards: must be given"),
-        (["filters.trained.poison=2"], "filters.trained.poison=2"),
+        (["contestants.trained.poison=2"], "contestants.trained.poison=2"),
         (["held_out.class_names=null"], "held_out.class_names: give"),
-        (["~filters.trained", "~filters.unfiltered"], "a classifier needs a network"),
+        (["~contestants.trained", "~contestants.unfiltered"], "a classifier needs a network"),
     ],
 )
 @pytest.mark.usefixtures("in_process")
