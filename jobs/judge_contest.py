@@ -172,7 +172,9 @@ class Trials:
             if contestant.kind == "random" and not name:
                 return None
         if name not in networks:
-            raise Refused(f"contestants.{name or '<name>'}: a classifier needs a network among the contestants")
+            raise Refused(
+                f"contestants.{name or '<name>'}: a classifier needs a network among the contestants"
+            )
         contestant = self.contestants[name]
         if contestant.weights:
             return ScorerConfig(
@@ -192,10 +194,7 @@ class Trials:
             config=replace(arena.train, seed=seed),
         )  # fmt: skip
         out = storage.join(arena.out, "networks", digest_json(spec.request()))
-        train_network(
-            out, pool=pool, decode=spec.decode, model=spec.model, init=spec.init, config=spec.config,
-            workers=arena.cluster,
-        )  # fmt: skip
+        train_network(replace(spec, out=out), arena.cluster)
         return out
 
     def _trusted(self) -> PoolConfig:

@@ -79,7 +79,9 @@ class TrainConfig:
 class TrainSpec:
     """One training: everything that a worker needs to do its part of it.
 
-    out: the result folder, absolute. model, init: see `filters.network.train.train_network`.
+    out: the result folder. model: an open_clip model name. init: None (random weights), an open_clip tag of
+    `model`, a file, or a folder or `hf-hub:org/repo`, which bring their own architecture. captions: for pools
+    with labels in place of captions.
     """
 
     out: str
@@ -104,9 +106,9 @@ class TrainSpec:
             "train": settings,
         }
 
-    def check(self, found: dict[str, Any]) -> None:
-        """Raises Refused when the request `found` in `out` is another one."""
-        request = self.request()
+    def check(self, found: dict[str, Any], request: dict[str, Any] | None = None) -> None:
+        """Raises Refused when what was `found` in `out` is not this (or the given) request."""
+        request = request or self.request()
         if request != found:
             changed = sorted(k for k in request if request[k] != found.get(k))
             raise Refused(

@@ -135,9 +135,7 @@ class Loop:
     def _gradients(self, batch: Batch) -> torch.Tensor:
         """This worker's part of the loss of a batch, and of its gradients."""
         self._seed()
-        tokens = batch.pairs.tokens
-        images = batch.pairs.images.to(self.device, non_blocking=True).float()
-        images = augment(images, self.config.augment, batch.rows)
+        tokens, images = batch.pairs.tokens, self.images(batch)
         pieces = math.ceil(batch.largest / (self.config.micro_batch or batch.largest))
         cut = list(zip(images.tensor_split(pieces), tokens.tensor_split(pieces)))
 
@@ -150,6 +148,11 @@ class Loop:
             return contrastive_loss(image, text, tokens.to(self.device), scale, self.world, batch.rows)
 
         return gradients(embed, pieces, loss)
+
+    def images(self, batch: Batch) -> torch.Tensor:
+        """A batch's images as they are trained on, float (n, 3, H, W), values 0 to 255."""
+        images = batch.pairs.images.to(self.device, non_blocking=True).float()
+        return augment(images, self.config.augment, batch.rows)
 
     def _seed(self, *part: int) -> None:
         state = np.random.SeedSequence([self.config.seed, self.step, *part]).generate_state(1)
@@ -174,6 +177,11 @@ class Loop:
             )
         )
         self._losses.clear()
+
+    def evaluate(self) -> HeldOut | None:
+        """The figures of the network as it is; for use without `run`."""
+        self.held_out = self.pairs.held_out()
+        return self._judge()
 
     def _judge(self) -> HeldOut | None:
         if self.held_out is None:

@@ -30,11 +30,19 @@ class Towers:
         Unit image and text embeddings, float32 (n, d); equal captions go through the text tower once.
         """
         distinct, inverse = torch.unique(tokens, dim=0, return_inverse=True)
-        images = ((images - self.mean) / self.std).contiguous(memory_format=torch.channels_last)
-        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
-            image = self.model.encode_image(images)
+        image = self.encode_image(images)
+        with self._autocast():
             text = self.model.encode_text(distinct.long().to(self.device))
         return normalize(image.float(), dim=1), normalize(text.float(), dim=1)[inverse.to(self.device)]
+
+    def encode_image(self, images: torch.Tensor) -> torch.Tensor:
+        """Image embeddings before they are brought to unit length."""
+        images = ((images - self.mean) / self.std).contiguous(memory_format=torch.channels_last)
+        with self._autocast():
+            return self.model.encode_image(images)
+
+    def _autocast(self) -> Any:
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
 
 def gradients(

@@ -7,44 +7,38 @@ from dataclasses import replace
 import torch
 
 from filters.network import on_ray, result
-from filters.network.captions import CaptionsConfig
-from filters.network.config import TrainConfig, TrainSpec
+from filters.network.config import TrainSpec
 from filters.network.loop import Loop, Told
 from filters.network.result import TrainResult
 from filters.network.world import World
 from pipeline import storage
 from pipeline.cluster import ClusterConfig
-from pipeline.decode import DecodeConfig
 from pipeline.progress import Progress
-from pipeline.samples import PoolConfig
 
 HERE = ClusterConfig(workers=1)
 
 
-def train_network(
-    out: str, *, pool: PoolConfig, decode: DecodeConfig, model: str, init: str | None, config: TrainConfig,
-    captions: CaptionsConfig | None = None, workers: ClusterConfig = HERE,
-) -> TrainResult:  # fmt: skip
-    """Train on the trusted pairs of `pool` and leave the network in the folder `out` (see `result`).
+def absolute(spec: TrainSpec) -> TrainSpec:
+    """With paths that mean the same on every worker."""
+    shards = [spec.pool.shards] if isinstance(spec.pool.shards, str) else spec.pool.shards
+    pool = replace(spec.pool, shards=[storage.absolute(p, "pool.shards") for p in shards])
+    return replace(spec, out=storage.absolute(spec.out, "out"), pool=pool)
+
+
+def train_network(spec: TrainSpec, workers: ClusterConfig = HERE) -> TrainResult:
+    """Train on trusted pairs and leave the network in the folder `spec.out` (see `result`).
 
     The result are the weights of the evaluation with the best held-out AUC, since a small trusted set is
     soon known by heart; those of the last step where no pairs are held out.
 
-    model: an open_clip model name. init: None (random weights), an open_clip tag of `model`, a file, or a
-    folder or `hf-hub:org/repo`, which bring their own architecture. captions: for pools with labels in place
-    of captions. workers: one GPU each where the cluster has any; without, one worker with all cores of this
-    machine unless more are asked for. `workers.workers=1` trains in this process, more on Ray.
+    workers: one GPU each where the cluster has any; without, one worker with all cores of this machine unless
+    more are asked for. `workers.workers=1` trains in this process, more on Ray.
 
     A folder that is already complete is returned as it is; one with a checkpoint is gone on with. Raises
     Refused when either belongs to other settings, when shards are missing or the model cannot be had;
     WinnowError when the loss diverges or nothing can be read. Seeds torch's global generator.
     """
-    shards = [pool.shards] if isinstance(pool.shards, str) else pool.shards
-    pool = replace(pool, shards=[storage.absolute(p, "pool.shards") for p in shards])
-    spec = TrainSpec(
-        out=storage.absolute(out, "out"), pool=pool, decode=decode, model=model, init=init, config=config,
-        captions=captions,
-    )  # fmt: skip
+    spec = absolute(spec)
     if done := result.read_summary(spec.out):
         spec.check(done.request)
         return done

@@ -23,7 +23,7 @@ from torch.nn.functional import normalize
 
 from filters.network import loop as training
 from filters.network.augment import AugmentConfig, augment
-from filters.network.config import TrainConfig
+from filters.network.config import TrainConfig, TrainSpec
 from filters.network.data import DataConfig, Position, TrustedPairs
 from filters.network.evaluate import auc, judge
 from filters.network.loop import CHECKPOINT
@@ -94,15 +94,15 @@ def trusted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(out: Path, shards: Path | str, config: TrainConfig = TINY, init: str | None = None):
-    return train_network(
-        str(out),
-        pool=PoolConfig(shards=str(shards)),
-        decode=DecodeConfig(),
-        model="tiny-test",
-        init=init,
+def spec(out: Path, shards: Path | str, config: TrainConfig = TINY, init: str | None = None) -> TrainSpec:
+    return TrainSpec(
+        out=str(out), pool=PoolConfig(shards=str(shards)), decode=DecodeConfig(), model="tiny-test", init=init,
         config=config,
-    )
+    )  # fmt: skip
+
+
+def train(out: Path, shards: Path | str, config: TrainConfig = TINY, init: str | None = None):
+    return train_network(spec(out, shards, config, init))
 
 
 @pytest.fixture(scope="module")
