@@ -135,10 +135,11 @@ class Scorer:
         with self._slots, torch.inference_mode(), self._autocast():
             return self._images(pixels).cpu().numpy()
 
-    def embed_texts(self, captions: Sequence[str]) -> np.ndarray:
-        """n captions to unit embeddings, float32 (n, d)."""
+    def embed_text(self, captions: Sequence[str]) -> np.ndarray:
+        """n captions to unit embeddings of the text tower, float32 (n, d); NaN as in `embed`."""
+        tokens = self.tokenizer(list(captions)).to(self.device)
         with self._slots, torch.inference_mode(), self._autocast():
-            return self._texts(captions).cpu().numpy()
+            return np.concatenate([_unit(self.model.encode_text(t)).cpu().numpy() for t in tokens.split(256)])
 
     def _images(self, pixels: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
         x = self._normalise(pixels).contiguous(memory_format=torch.channels_last)

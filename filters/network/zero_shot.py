@@ -15,7 +15,7 @@ def class_embeddings(scorer: Scorer, names: Sequence[str], templates: Sequence[s
     """Unit embeddings of the classes, float32 (classes, d): the mean direction over the templates with `{}`."""
     rows = []
     for name in names:
-        mean = scorer.embed_texts([t.replace("{}", name) for t in templates]).mean(0)
+        mean = scorer.embed_text([t.replace("{}", name) for t in templates]).mean(0)
         rows.append(mean / np.linalg.norm(mean))
     return np.stack(rows)
 

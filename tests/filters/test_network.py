@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,16 +20,20 @@ import torch
 from open_clip.loss import ClipLoss
 from open_clip.transform import PreprocessCfg
 from PIL import Image
+from safetensors.torch import load_file
 from torch.nn.functional import normalize
 
 from filters.network import loop as training
 from filters.network.augment import AugmentConfig, augment
+from filters.network.captions import Captioner, CaptionsConfig
 from filters.network.config import TrainConfig, TrainSpec
 from filters.network.data import DataConfig, Position, TrustedPairs
 from filters.network.evaluate import auc, judge
 from filters.network.loop import CHECKPOINT
 from filters.network.loss import contrastive_loss
 from filters.network.optim import adamw, learning_rate
+from filters.network.recipe import Finetune, train_recipe
+from filters.network.result import WEIGHTS
 from filters.network.train import train_network
 from pipeline.decode import DecodeConfig, Decoder
 from pipeline.errors import Refused, WinnowError
@@ -401,3 +406,64 @@ def interrupted(*_args: object) -> None:
 def test_settings_out_of_range_name_themselves(key: str, value):
     with pytest.raises(ValueError, match=f"{key}={value}"):
         TrainConfig(**{key: value})
+
+
+# ---------------------------------------------------------------- captions, stages
+
+
+def labelled(folder: Path) -> Path:
+    """Squares with a label in place of a caption; every fifth has no label either."""
+    rng, names = np.random.default_rng(3), list(COLOURS)
+    samples = []
+    for i in range(60):
+        label = {} if i % 5 == 4 else {"cls": str(i % len(names)).encode()}
+        samples.append({"png": square(names[i % len(names)], rng)} | label)
+    write_shard(folder / "labelled.tar", samples)
+    return folder / "labelled.tar"
+
+
+def test_labels_become_sentences(tmp_path: Path):
+    config = CaptionsConfig(class_names=list(COLOURS), templates=["a {} square", "{}, painted"])
+    decoder, tokenizer = Decoder(DecodeConfig(), PreprocessCfg(size=32)), open_clip.get_tokenizer("tiny-test")
+    pool, data = PoolConfig(shards=str(labelled(tmp_path))), DataConfig(held_out=0)
+    pairs = TrustedPairs(pool, decoder, tokenizer, data, captioner=Captioner(config))
+    batch, _ = next(pairs.batches(100, Position()))
+    sentences = tokenizer([t.format(c) for c in COLOURS for t in ("a {} square", "{}, painted")])
+    seen = {tuple(row.tolist()) for row in batch.pairs.tokens}
+    assert seen < {tuple(row.tolist()) for row in sentences}
+    assert len(seen) > len(COLOURS)
+    assert pairs.report()["rejected"] == {"missing_caption": 12}
+
+
+def test_class_names_and_templates(tmp_path: Path):
+    assert len(CaptionsConfig(class_names="imagenet").names()) == 1000
+    assert len(CaptionsConfig(class_names="imagenet").sentences()) == 80
+    (tmp_path / "names.txt").write_text("cat\n\nsea lion\n")
+    captioner = Captioner(CaptionsConfig(class_names=str(tmp_path / "names.txt"), templates="simple"))
+    assert [captioner.label(x) for x in ("0", "sea lion", "2", None)] == [0, 1, None, None]
+    with pytest.raises(Refused, match="neither imagenet nor a file"):
+        CaptionsConfig(class_names="/no/such/file").names()
+    with pytest.raises(ValueError, match="each must have"):
+        CaptionsConfig(class_names=["cat"], templates=["a photo"])
+
+
+def test_stages_and_their_average(trained, trusted: Path, tmp_path: Path):
+    first = spec(tmp_path, trusted, replace(TINY, samples_seen=320, lr=1e-3), init=str(trained[0]))
+    captions = CaptionsConfig(class_names=list(COLOURS), templates=["a {} square"])
+    second = replace(
+        first, pool=PoolConfig(shards=[str(trusted), str(labelled(tmp_path))]), captions=captions,
+        config=replace(TINY, samples_seen=320, lr=1e-3),
+    )  # fmt: skip
+    result = train_recipe(first, Finetune(spec=second, average=0.25))
+    a, b, mixed = (load_file(tmp_path / f / WEIGHTS) for f in ("pretrained", "finetuned", "."))
+    for key in ("visual.head.proj.weight", "token_embedding.weight", "logit_scale"):
+        torch.testing.assert_close(mixed[key], 0.75 * a[key] + 0.25 * b[key])
+    assert result.steps == 20
+    figures = json.loads((tmp_path / "recipe.json").read_text())["held_out_of_finetuning"]
+    assert figures["average"]["auc"] == result.held_out.auc > 0.9
+    assert figures.keys() == {"pretrained", "finetuned", "average"}
+    before = weights(tmp_path)
+    assert train_recipe(first, Finetune(spec=second, average=0.25)).held_out == result.held_out
+    assert weights(tmp_path) == before
+    with pytest.raises(Refused, match=r"other settings \(average\)"):
+        train_recipe(first, Finetune(spec=second, average=0.5))
