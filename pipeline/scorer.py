@@ -209,7 +209,10 @@ def load_open_clip(
             architecture = dict(open_clip.get_model_config(name))
     except Exception as e:  # open_clip and the hub raise many types; all mean that there is no model
         cause = str(e).splitlines()[0] if str(e) else type(e).__name__
-        raise Refused(f"cannot load model={model} weights={weights}: {cause}") from None
+        fetch = "" if weights is None or os.path.exists(weights) else (
+            "; without access to the hub, name a file or folder fetched by hand as weights"
+        )  # fmt: skip
+        raise Refused(f"cannot load model={model} weights={weights}: {cause}{fetch}") from None
     if quick_gelu:
         architecture["quick_gelu"] = True
     if wanted and activation(architecture) != wanted:
