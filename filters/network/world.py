@@ -39,7 +39,7 @@ class World:
         self.size = dist.get_world_size() if many else 1
         self.neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if many else 1  # on this machine
         # Words between workers go beside the tensors: a thread that reads ahead must not mix with training.
-        self._words = dist.new_group(backend="gloo") if self.size > 1 else None
+        self._words: Any = dist.new_group(backend="gloo") if self.size > 1 else None
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of every worker's `x`, with gradients."""
