@@ -41,6 +41,8 @@ def augment(images: torch.Tensor, config: AugmentConfig, rows: Rows | None = Non
     rows: which of a batch these images are; the draws are made for all of it, so that an image is changed
     in the same way on whichever worker it lies.
     """
+    if len(images) == 0:  # a worker can be without a share in a small batch; grid_sample takes no empty one
+        return images
     draw = _Draw(images.device, rows or Rows(torch.arange(len(images)), len(images)))
     if config.min_area < 1 or config.flip > 0:
         grid = affine_grid(_boxes(draw, config), list(images.shape), align_corners=False)

@@ -77,16 +77,17 @@ class Loop:
             network: Any
             network, self.architecture, self.tokenizer = load_open_clip(spec.model, weights)
         network.set_grad_checkpointing(config.grad_checkpointing)
-        synchronise(network, world)
+        batch_norm = synchronise(network, world)
         self.model = network.to(self.device).to(memory_format=torch.channels_last)
-        self.towers = Towers(self.model, self.device, self.precision)
+        width = int(self.architecture["embed_dim"])
+        self.towers = Towers(self.model, self.device, self.precision, width, batch_norm)
         self.optimizer = adamw(self.model, config.weight_decay)
         self.peak = config.lr or (LR_FROM_INIT if spec.init else LR_FROM_RANDOM)
         captioner = Captioner(spec.captions) if spec.captions else None
+        decoder = Decoder(spec.decode, PreprocessCfg(**network.visual.preprocess_cfg))
         self.pairs = TrustedPairs(
-            spec.pool, Decoder(spec.decode, PreprocessCfg(**network.visual.preprocess_cfg)), self.tokenizer, config.data, config.seed,
-            captioner, world,
-        )  # fmt: skip
+            spec.pool, decoder, self.tokenizer, config.data, config.seed, captioner, world
+        )
         self.step, self.seen, self.position, self.seconds = 0, 0, Position(), 0.0
         self.curve: list[CurvePoint] = []
         self.best = _Best()

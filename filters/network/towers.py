@@ -15,10 +15,16 @@ Embeddings = tuple[torch.Tensor, torch.Tensor]
 
 
 class Towers:
-    """The two towers of a model on a device, in float32 weights and `precision` arithmetic."""
+    """The two towers of a model on a device, in float32 weights and `precision` arithmetic.
 
-    def __init__(self, model: Any, device: torch.device, precision: str) -> None:
+    width: of the embeddings. batch_norm: the model has some, and every worker must pass it in every step.
+    """
+
+    def __init__(
+        self, model: Any, device: torch.device, precision: str, width: int, batch_norm: bool
+    ) -> None:
         self.model, self.device, self.dtype = model, device, PRECISIONS[precision]
+        self.width, self.batch_norm = width, batch_norm
         preprocess = PreprocessCfg(**model.visual.preprocess_cfg)
         self.mean, self.std = (
             torch.tensor(v, device=device).view(1, -1, 1, 1) * 255 for v in (preprocess.mean, preprocess.std)
@@ -29,6 +35,9 @@ class Towers:
 
         Unit image and text embeddings, float32 (n, d); equal captions go through the text tower once.
         """
+        if len(images) == 0 and not self.batch_norm:  # no share in a small batch, and ViTs take no empty one
+            image, text = (torch.zeros(0, self.width, device=self.device, requires_grad=True) for _ in "it")
+            return image, text
         distinct, inverse = torch.unique(tokens, dim=0, return_inverse=True)
         image = self.encode_image(images)
         with self._autocast():
