@@ -73,7 +73,7 @@ def gradients(
         return value.detach()
     with torch.no_grad():
         parts = [embed(i) for i in range(pieces)]
-    leaves = [torch.cat(x).requires_grad_() for x in zip(*parts)]
+    leaves = [torch.cat(x).detach().requires_grad_() for x in zip(*parts)]
     value = loss(*leaves)
     value.backward()
     sizes = [len(image) for image, _ in parts]

@@ -235,7 +235,7 @@ def test_two_workers_of_which_one_is_killed_give_the_curve_of_one(
     killer.join()
     curves = [np.genfromtxt(tmp_path / n / "curve.csv", delimiter=",", skip_header=1) for n in ("one", "two")]
     np.testing.assert_allclose(curves[1][:, 3], curves[0][:, 3], rtol=1e-4)
-    assert (both.workers, both.steps, both.pairs) == (2, 40, alone.pairs)
+    assert (both.workers, both.steps, both.pairs) == (2, 24, alone.pairs)
     assert both.held_out.auc == pytest.approx(alone.held_out.auc, abs=0.01)
     assert not (tmp_path / "two" / ".ray").exists()
     with pytest.raises(Refused, match="other settings"):
