@@ -6,7 +6,8 @@
     python benchmarks/dedup.py phash --images PHOTOS.parquet  # against what is installed of the peers
 
 Every measurement is a process of its own; tools take turns, and medians are shown. CPU seconds stand beside
-wall time because they suffer less from what else the machine does. Data: unit rows of 512, a fifth of them
+wall time because they suffer less from what else the machine does; memory is the peak of what a process
+holds for itself. Data: unit rows of 512, a fifth of them
 near copies at cosine .9 of others, threshold .88; "isotropic" rows are Gaussian, "clustered" ones lie around
 one centre for every 50 rows. Recall is that of the planted pairs.
 """
@@ -16,12 +17,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import resource
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -69,7 +70,7 @@ def _unit(rows: np.ndarray) -> np.ndarray:
 
 def run_winnow(folder: Path, threads: int, recall: float) -> np.ndarray:
     from filters.duplicates.blocks import Block, MemorySource
-    from filters.duplicates.config import NearConfig
+    from filters.duplicates.config import NearConfig, memory_plan
     from filters.duplicates.near import PAIR
     from filters.duplicates.search import NearSearch
     from filters.duplicates.tasks import LocalRunner
@@ -81,15 +82,17 @@ def run_winnow(folder: Path, threads: int, recall: float) -> np.ndarray:
         zero = np.zeros(n, np.uint64)
         blocks[path.stem] = Block(
             shard=path.stem,
-            embeddings=str(path),
+            embeddings=[str(path)],
             uid_hi=zero,
             uid_lo=uid,
             score=np.zeros(n),
             alive=np.ones(n, bool),
         )
-    config = NearConfig(method="embedding", similarity=THRESHOLD, recall=recall, threads=threads)
+    config = NearConfig(method="embedding", similarity=THRESHOLD, recall=recall)
     with tempfile.TemporaryDirectory(dir=folder) as out:
         search = NearSearch(MemorySource(blocks), Path(out), config, LocalRunner(threads))
+        plan = memory_plan(config, sum(block.rows for block in blocks.values()), WIDTH)
+        print(plan.describe(config.task_memory, out), file=sys.stderr)
         print(search.run().recall, file=sys.stderr)
         pairs = np.concatenate([np.fromfile(path, dtype=PAIR) for path in search.pair_files()])
     return np.stack([(pairs[s] >> 32) * SHARD_ROWS + (pairs[s] & 0xFFFFFFFF) for s in ("a", "b")], axis=1)
@@ -132,17 +135,31 @@ def shard_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("0*.npy"))
 
 
+class Memory(threading.Thread):
+    """Watches the memory of this process that is its own: KiB, without the pages of files that it maps."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.peak = 0
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            status = Path("/proc/self/status").read_text()
+            self.peak = max(self.peak, int(status.split("RssAnon:")[1].split()[0]))
+            time.sleep(0.02)
+
+
 def measure(tool: str, folder: Path, threads: int, recall: float) -> None:
     """In a process of its own: one run, printed as JSON."""
     importlib.import_module(LIBRARIES[tool])
-    wall, cpu = time.perf_counter(), time.process_time()
+    wall, cpu, memory = time.perf_counter(), time.process_time(), Memory()
     pairs = TOOLS[tool](folder, threads, recall)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     planted = np.load(folder / "planted.npy")
     key = np.int64(1) << 32
     found = np.isin(planted[:, 0] * key + planted[:, 1], pairs.min(1) * key + pairs.max(1)).mean()
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(json.dumps({"wall": wall, "cpu": cpu, "recall": float(found), "gib": memory}))
+    print(json.dumps({"wall": wall, "cpu": cpu, "recall": float(found), "gib": memory.peak / 2**20}))
 
 
 def compare(tools: list[str], rows: int, kind: str, arguments: argparse.Namespace) -> None:
@@ -183,7 +200,8 @@ def compare_hashes(images: Path, count: int) -> None:
     if images.is_dir():
         data = [path.read_bytes() for path in sorted(images.glob("*.jpg"))[:count]]
     else:
-        data = pl.read_parquet(images, n_rows=count, columns=["jpg"])["jpg"].to_list()
+        data = pl.read_parquet(images, columns=["jpg"])["jpg"].to_list()
+    data = (data * (count // len(data) + 1))[:count]
 
     def ours(blob: bytes) -> int:
         tensor = decode_jpeg(torch.frombuffer(bytearray(blob), dtype=torch.uint8), ImageReadMode.RGB)
@@ -205,11 +223,23 @@ def compare_hashes(images: Path, count: int) -> None:
         )
     except ImportError:
         pass
+    try:
+        import daft
+        from daft.functions import decode_image, image_hash
+
+        frame = daft.from_pydict({"jpg": data})
+        wall, start = time.perf_counter(), time.process_time()
+        frame.select(image_hash(decode_image(frame["jpg"], mode="RGB"), method="phash")).collect()
+        cpu, wall = time.process_time() - start, time.perf_counter() - wall
+        print(f"{'daft.image_hash':<18} {len(data)} images from bytes: {cpu:.2f} s CPU, {wall:.2f} s")
+    except ImportError:
+        pass
     for name, function in tools.items():
-        start = time.process_time()
+        wall, start = time.perf_counter(), time.process_time()
         for blob in data:
             function(blob)
-        print(f"{name:<18} {len(data)} images from bytes: {time.process_time() - start:.2f} s CPU")
+        cpu, wall = time.process_time() - start, time.perf_counter() - wall
+        print(f"{name:<18} {len(data)} images from bytes: {cpu:.2f} s CPU, {wall:.2f} s")
     decoded = [
         decode_jpeg(torch.frombuffer(bytearray(b), dtype=torch.uint8), ImageReadMode.RGB) for b in data
     ]

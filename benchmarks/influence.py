@@ -6,6 +6,7 @@
    own), on a size they finish: seconds from a fitted head to a score for every row, and agreement with exact
    leave-one-out refits. A peer that is not installed is named and passed over.
 3. Fitting and solving for many classes: seconds, conjugate-gradient iterations and residual.
+4. Rates at 768 features and 1,000 classes, and what 10,000,000 such rows take at them (docs/scale.md).
 
 `--rows` and `--width` shrink part 1.
 """
@@ -24,6 +25,7 @@ import numpy as np
 
 from selection.influence import Curvature, Head, HeldOut, Rows, fit_head, influence, objective, score_rows
 from selection.influence.rows import block_rows
+from selection.influence.solve import hessian_products
 
 PEER_ROWS, PEER_WIDTH, PEER_HELD, REFITS = 2_000, 64, 500, 300
 L2 = 1.0
@@ -204,6 +206,25 @@ def many_classes(rows: int, width: int, classes: int) -> None:
     print(f"{solution.iterations} iterations, residual {solution.residual[0]:.1e}")
 
 
+def rates(rows: int, width: int = 768, classes: int = 1_000, objectives: int = 4) -> None:
+    rng = np.random.default_rng(3)
+    x = rng.standard_normal((rows, width), dtype=np.float32).astype(np.float16)
+    table = Rows.from_arrays(x, rng.integers(0, classes, rows))
+    head = Head(rng.normal(size=(classes, width)) / width, L2, classes)
+    v = rng.normal(size=(objectives, classes, width))
+    scored, _ = seconds(lambda: score_rows(table, head, v))
+    product, _ = seconds(lambda: hessian_products(table, head.weights, L2, v[:1]))
+    print(f"4. {rows:,} x {width} float16, {classes:,} classes, {objectives} objectives", end=": ")
+    flops = 2.0 * rows * width * classes
+    print(
+        f"scoring {scored:.1f} s ({flops * (objectives + 1) / scored / 1e9:.0f} GFLOP/s, float32)", end=", "
+    )
+    print(f"one Hessian product {product:.1f} s ({flops * 3 / product / 1e9:.0f} GFLOP/s, float64)")
+    hours = 1e7 / rows / 3600
+    print(f"   10,000,000 rows: scoring {hours * scored:.1f} h, 30 products for one objective", end=" ")
+    print(f"{hours * product * 30:.0f} h, on the cores that this run had")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rows", type=int, default=1_000_000)
@@ -213,6 +234,7 @@ def main() -> int:
     fast = scoring(arguments.rows, arguments.width, arguments.repeats)
     against_peers()
     many_classes(10_000, 128, 70)
+    rates(10_000)
     return 0 if fast else 1
 
 

@@ -2,6 +2,7 @@
 
     python benchmarks/influence_labels.py prepare DATA OUT    # shards, a network, their embeddings
     python benchmarks/influence_labels.py measure OUT         # where cleanlab is installed
+    python benchmarks/influence_labels.py train OUT           # small networks on what is kept
 
 DATA holds cifar10-train.parquet, cifar10-test.parquet and cifar10-human-labels.parquet. `prepare` makes shards
 whose captions and labels are the annotator's, trains the network `small` on those captions (no true label of
@@ -10,7 +11,9 @@ a training image is seen by anything but the final count), and embeds train and 
 `measure` orders the 50,000 training rows by suspicion and counts the wrong ones among the first 5, 10 and 20 %:
 Winnow's label-error order and its `utility` order, cleanlab's (confident learning on out-of-sample
 probabilities of the same head, five folds), the head's own loss, and a random order. Then it removes rows
-from training and compares the head's test accuracy with removing as many at random (3 seeds).
+from training and compares the head's test accuracy with removing as many at random (3 seeds). `train` trains
+the proxy network (`selection.proxy`) from random weights on the pixels of what the largest guarded removal
+kept, and on as many rows drawn at random, for equal steps, 3 seeds each.
 """
 
 from __future__ import annotations
@@ -173,7 +176,7 @@ def wrong_among_first(noisy: Noisy) -> None:
         print(f"{name:38s}" + "".join(f"{value:9.1%}" for value in found))
 
 
-def after_removal(noisy: Noisy) -> None:
+def after_removal(noisy: Noisy, out: Path) -> None:
     print("test accuracy of the head after removing rows; random: mean of 3 seeds")
     for budget, rounds, guard in ((0.05, 1, True), (0.1, 1, True), (0.2, 4, True), (0.2, 1, False)):
         config = SelectionConfig(budget=budget, rounds=rounds, guard=guard)
@@ -182,31 +185,65 @@ def after_removal(noisy: Noisy) -> None:
         )
         before, after = result.metrics["test"]
         count, n = int(result.removed.sum()), len(noisy.given)
-        random = []
+        if guard:
+            np.save(out / "removed.npy", result.removed)
+        others = []
         for seed in range(SEEDS):
-            keep = np.ones(n, bool)
-            keep[np.random.default_rng(seed).choice(n, count, replace=False)] = False
-            random.append(noisy.accuracy(noisy.fit(keep, result.base)))
+            keep = np.isin(np.arange(n), random(n, count, seed))
+            others.append(noisy.accuracy(noisy.fit(keep, result.base)))
         print(
             f"budget {budget:.0%}, {rounds} rounds, guard {'on' if guard else 'off'}: {result.verdict}\n"
-            f"   base {before.accuracy:.4f}, kept by influence {after.accuracy:.4f}, random {np.mean(random):.4f}"
-            f" ({', '.join(f'{a:.4f}' for a in random)}); {noisy.wrong[result.removed].mean():.1%} of the removed are wrong"
+            f"   base {before.accuracy:.4f}, kept by influence {after.accuracy:.4f}, random {np.mean(others):.4f}"
+            f" ({', '.join(f'{a:.4f}' for a in others)}); {noisy.wrong[result.removed].mean():.1%} of the removed are wrong"
         )
+
+
+def train(out: Path, steps: int) -> None:
+    from selection.proxy import LabelConfig, ProxyConfig, batches, epochs, load_images, train_proxy
+
+    labels = LabelConfig(classes=CLASSES)
+    images, test = (load_images(f"{out}/{part}/*.tar", labels) for part in ("train", "test"))
+    removed = np.load(out / "removed.npy")
+    config, n, count = ProxyConfig(), len(removed), int(removed.sum())
+    arms = {
+        "kept by influence": lambda seed: np.flatnonzero(~removed),
+        "random": lambda seed: random(n, count, seed),
+    }
+    print(
+        f"proxy {config.arch}, {steps} steps of {config.batch_size}, {n - count:,} of {n:,} rows, test accuracy"
+    )
+    for name, rows in arms.items():
+        found = []
+        for seed in range(SEEDS):
+            order = batches(epochs(rows(seed), seed), config.batch_size)
+            done = train_proxy(images, order, steps, seed=seed, config=config, test=test)
+            found.append(done.points[-1].accuracy)
+            print(f"   {name}, seed {seed}: {found[-1]:.4f} ({done.seconds:.0f} s)", flush=True)
+        print(f"{name}: mean {np.mean(found):.4f}, standard deviation {np.std(found, ddof=1):.4f}")
+
+
+def random(n: int, count: int, seed: int) -> np.ndarray:
+    """Sorted numbers of n rows without `count` drawn at random."""
+    return np.sort(np.random.default_rng(seed).choice(n, n - count, replace=False))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("step", choices=("prepare", "measure"))
+    parser.add_argument("step", choices=("prepare", "measure", "train"))
+    parser.add_argument("--steps", type=int, default=800, help="of each network, 128 images a step")
     parser.add_argument("folders", nargs="+", type=Path)
     arguments = parser.parse_args()
     if arguments.step == "prepare":
         prepare(*arguments.folders)
         return 0
+    if arguments.step == "train":
+        train(arguments.folders[0], arguments.steps)
+        return 0
     noisy = Noisy(arguments.folders[0] / "features.npz")
     wrong_among_first(noisy)
-    after_removal(noisy)
+    after_removal(noisy, arguments.folders[0])
     return 0
 
 

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from filters.duplicates.blocks import Block, BlockSource, open_embeddings, unit_rows
-from filters.duplicates.config import METHODS, READ_ROWS, VERIFY_SLICE
+from filters.duplicates.config import READ_ROWS, VERIFY_SLICE, Closeness
 from filters.duplicates.near import (
     NO_HASH,
     PAIR,
@@ -27,7 +27,9 @@ from filters.duplicates.near import (
     rotation,
     sketch_reach,
 )
-from filters.duplicates.tasks import Commit, Runner, run_all
+from filters.duplicates.tasks import Runner, run_all
+from pipeline import storage
+from pipeline.errors import Refused
 
 SCHEMA = pa.schema(
     [
@@ -39,30 +41,6 @@ SCHEMA = pa.schema(
     ]
 )
 SKETCH = 64
-
-
-@dataclass(frozen=True, kw_only=True)
-class LeakageConfig:
-    """How close a pool row may come to an evaluation row.
-
-    ``method``: ``agree`` (embedding and perceptual hash must both say so), ``embedding`` or ``phash``.
-    ``similarity``: cosine, ``phash_distance``: differing bits, from which rows are the same image.
-    """
-
-    method: str = "agree"
-    similarity: float = 0.95
-    phash_distance: int = 10
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise ValueError(f"method={self.method}: one of {', '.join(METHODS)}")
-        if not 0 < self.similarity <= 1:
-            raise ValueError(f"similarity={self.similarity}: a cosine in (0, 1]")
-        if not 0 <= self.phash_distance <= 16:
-            raise ValueError(
-                f"phash_distance={self.phash_distance}: 0 to 16 of 64 bits; unrelated images differ in 32"
-            )
 
 
 def leakage_reason(name: str) -> str:
@@ -82,7 +60,7 @@ class EvaluationSet:
     @classmethod
     def from_block(cls, name: str, block: Block) -> EvaluationSet:
         """The usable rows of a block; rows keep their numbers."""
-        vectors, usable = unit_rows(open_embeddings(block.embeddings))
+        vectors, usable = unit_rows(open_embeddings(block)[:])
         hashes = None if block.phash is None else block.phash[usable]
         return cls(name, vectors[usable], hashes, np.flatnonzero(usable))
 
@@ -97,33 +75,33 @@ class LeakTask:
 class FindLeaks:
     """Task: compare one shard with an evaluation set; writes the near pairs (SCHEMA) to ``task.target``.
 
-    Returns the number of pool rows that leak. Raises ValueError when the two have embeddings of different
+    Returns the number of pool rows that leak. Raises Refused when the two have embeddings of different
     widths, or hashes are asked for and missing.
     """
 
     source: BlockSource
     evaluation: EvaluationSet
-    config: LeakageConfig
+    config: Closeness
 
     def __call__(self, task: LeakTask) -> int:
         target = Path(task.target)
         if not target.exists():
             table = self._pairs(self.source.load(task.shard))
-            with Commit(target) as temporary:
+            with storage.commit(str(target)) as temporary:
                 pq.write_table(table, temporary)
         uids = pq.read_table(target, columns=["uid_hi", "uid_lo"])
         return uids.group_by(["uid_hi", "uid_lo"]).aggregate([]).num_rows
 
     def _pairs(self, block: Block) -> pa.Table:
-        embeddings = open_embeddings(block.embeddings)
+        embeddings = open_embeddings(block)
         width = self.evaluation.vectors.shape[1]
-        if embeddings.shape[1] != width:
-            raise ValueError(
-                f"{block.embeddings} holds embeddings of width {embeddings.shape[1]}, the evaluation set "
+        if embeddings.width != width:
+            raise Refused(
+                f"{block.shard} holds embeddings of width {embeddings.width}, the evaluation set "
                 f"{self.evaluation.name} of width {width}; embed both with one model"
             )
         if self.config.method != "embedding" and (block.phash is None or self.evaluation.hashes is None):
-            raise ValueError(
+            raise Refused(
                 f"{block.shard} or {self.evaluation.name}: no perceptual hashes; set method=embedding"
             )
         test, turned, mine = self._test(width)
@@ -196,7 +174,7 @@ def find_leaks(
     source: BlockSource,
     sets: Mapping[str, EvaluationSet],
     directory: Path,
-    config: LeakageConfig,
+    config: Closeness,
     runner: Runner,
 ) -> dict[str, int]:
     """Compare the pool with every evaluation set: rows that leak, by reason ``leaks_<name>``.

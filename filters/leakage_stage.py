@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -10,77 +11,92 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from filters.duplicates.blocks import open_embeddings, unit_rows
-from filters.duplicates.stage import TableBlocks
-from filters.duplicates.tasks import RayRunner
-from filters.leakage import EvaluationSet, LeakageConfig, find_leaks, leakage_reason
-from pipeline import cluster, storage
+from filters.duplicates.blocks import Embeddings, unit_rows
+from filters.duplicates.config import Closeness
+from filters.duplicates.table_blocks import TableBlocks, embedding_files
+from filters.duplicates.tasks import ray_runner
+from filters.leakage import EvaluationSet, find_leaks, leakage_reason
+from pipeline import evaluation, storage
+from pipeline.cluster import ClusterConfig
 from pipeline.decisions import DECISION, Chain
 from pipeline.errors import Refused
 from pipeline.scan import Scan
 
 
 @dataclass(kw_only=True)
-class LeakageStageConfig:
+class LeakageConfig(Closeness):
     """sets: name of each evaluation set and where it lies (shards, a parquet file, or a folder of images).
 
-    method: `agree` (embedding and perceptual hash both), `embedding` or `phash`. similarity: cosine, and
-    phash_distance: differing bits of 64, from which a sample is taken for an evaluation image.
+    The rest says what is too close: see Closeness.
     """
 
     sets: dict[str, str] = field(default_factory=dict)
-    method: str = "agree"
-    similarity: float = 0.95
-    phash_distance: int = 10
 
     def __post_init__(self) -> None:
-        self.search()
-
-    def search(self) -> LeakageConfig:
-        return LeakageConfig(**{k: v for k, v in asdict(self).items() if k != "sets"})
+        super().__post_init__()
+        for name in self.sets:
+            if not name.isidentifier():
+                raise ValueError(f"sets.{name}: must be letters, digits and underscores")
 
 
 @dataclass(frozen=True)
 class LeakageStage:
-    """`scan_set` gives the tables of an evaluation set, made by the run's own scorer."""
+    """Every pair of a sample with an evaluation image that is too close goes to `leaks.parquet`.
 
-    config: LeakageStageConfig
+    `scan_set` gives the tables of an evaluation set, made by the run's own scorer.
+    """
+
+    config: LeakageConfig
+    workers: ClusterConfig
     scan_set: Callable[[str, str], Scan]
     name: str = "leakage"
 
     def identity(self) -> dict[str, Any]:
-        return asdict(self.config)
+        sets = {name: evaluation.fingerprint(path) for name, path in self.config.sets.items()}
+        return asdict(self.config) | {"content": sets}
 
     def run(self, chain: Chain) -> Iterator[tuple[str, pl.DataFrame]]:
         if chain.before is None:
             raise Refused("stages: leakage needs a stage before it; put filters first")
         if not storage.is_local(chain.folder):
             raise Refused(f"leakage works on files: {chain.folder} must be a folder that all workers mount")
-        if self.config.method == "phash" or chain.tables.identity()["scorer"] is None:
+        hash_alone = self.config.method == "phash"
+        if not hash_alone and chain.tables.identity()["scorer"] is None:
             raise Refused(
-                "leakage compares embeddings: it needs a scorer, and leakage.method=agree or embedding"
+                f"leakage.method={self.config.method}: scorer=none leaves no embeddings; set leakage.method=phash"
             )
-        cluster.connect()
-        folder = Path(storage.resolve(chain.folder)[1]) / "pairs"
-        source = TableBlocks(chain.tables, chain.ids, chain.before, None, "image", None, True, None)
+        towers = () if hash_alone else ("image",)
+        hashed = self.config.method != "embedding"
         rows = {
-            name: self._rows(self.scan_set(name, path)) for name, path in sorted(self.config.sets.items())
+            name: self._rows(name, self.scan_set(name, path), towers)
+            for name, path in sorted(self.config.sets.items())
         }
-        sets = {name: evaluation for name, (evaluation, _) in rows.items()}
-        find_leaks(source, sets, folder, self.config.search(), RayRunner())
+        sets = {name: evaluation_set for name, (evaluation_set, _) in rows.items()}
+        folder = self._pairs_folder(chain)
+        source = TableBlocks(chain.tables, chain.ids, chain.before, chain.tables, towers, None, hashed)
+        with ray_runner(self.workers, len(chain.ids)) as runner:
+            find_leaks(source, sets, folder, self.config, runner)
+        self._list(chain, folder, {name: keys for name, (_, keys) in rows.items()})
         for shard in chain.ids:
             frame = chain.before.read(shard)
-            for name, (_, keys) in rows.items():
-                frame = self._drop(frame, folder / name / f"{shard}.parquet", name, keys)
+            for name in rows:
+                frame = self._drop(frame, folder / name / f"{shard}.parquet", name)
             yield shard, frame
-        self._list(chain, folder, {name: keys for name, (_, keys) in rows.items()})
 
-    def _rows(self, scan: Scan) -> tuple[EvaluationSet, list[str]]:
+    def _pairs_folder(self, chain: Chain) -> Path:
+        """Where pairs go that a killed run of the same settings and input will find again; others' are removed."""
+        stage = Path(storage.resolve(chain.folder)[1])
+        own = stage / f"pairs-{chain.digest}"
+        for other in stage.glob("pairs-*"):
+            if other != own:
+                shutil.rmtree(other)
+        return own
+
+    def _rows(self, name: str, scan: Scan, towers: tuple[str, ...]) -> tuple[EvaluationSet, list[str]]:
         """Every readable image of an evaluation set, and the shard and key that each row has."""
         vectors, hashes, keys = [], [], []
         for shard, frame in scan.tables.stream(scan.ids, ["shard", "key", "status", "phash"]):
-            path = storage.resolve(scan.tables.path(shard, "image.npy"))[1]
-            unit, usable = unit_rows(open_embeddings(path))
+            unit, usable = unit_rows(Embeddings(embedding_files(scan.tables, shard, towers), len(frame))[:])
             usable &= (frame["status"] == "ok").to_numpy()
             vectors.append(unit[usable])
             hashes.append(frame["phash"].fill_null(0).to_numpy()[usable])
@@ -89,21 +105,17 @@ class LeakageStage:
             )
             keys += named.to_series().to_list()
         stacked = np.concatenate(vectors)
-        return EvaluationSet("", stacked, np.concatenate(hashes), np.arange(len(stacked))), keys
+        return EvaluationSet(name, stacked, np.concatenate(hashes), np.arange(len(stacked))), keys
 
-    def _drop(self, frame: pl.DataFrame, pairs: Path, name: str, keys: list[str]) -> pl.DataFrame:
-        near = (
-            pl.read_parquet(pairs)
-            .group_by("uid_hi", "uid_lo")
-            .agg(leak=pl.col("similarity").max())
-        )  # fmt: skip
+    def _drop(self, frame: pl.DataFrame, pairs: Path, name: str) -> pl.DataFrame:
+        near = pl.read_parquet(pairs).group_by("uid_hi", "uid_lo").agg(leak=pl.col("similarity").max())
         joined = frame.join(near, on=["uid_hi", "uid_lo"], how="left", maintain_order="left")
         gone = pl.col("leak").is_not_null() & pl.col("kept")
         return (
             joined.with_columns(
                 reason=pl.when(gone).then(pl.lit(leakage_reason(name))).otherwise("reason"),
                 value=pl.when(gone).then("leak").otherwise("value"),
-                cut=pl.when(gone).then(pl.lit(self.config.similarity)).otherwise("cut"),
+                cut=pl.when(gone).then(pl.lit(self.config.least)).otherwise("cut"),
                 copies=pl.when(gone).then(0).otherwise("copies"),
                 kept=pl.col("kept") & ~gone,
             )
@@ -115,11 +127,11 @@ class LeakageStage:
         """Every pair of all shards and sets in one table, with the evaluation image's name."""
         tables = []
         for name, named in keys.items():
-            lookup = pl.DataFrame({"evaluation": named}).with_row_index("evaluation_row")
+            lookup = pl.DataFrame({"evaluation": named}, schema={"evaluation": pl.String})
+            lookup = lookup.with_row_index("evaluation_row").cast({"evaluation_row": pl.Int64})
             for shard in chain.ids:
                 pairs = pl.read_parquet(folder / name / f"{shard}.parquet")
-                cast = lookup.with_columns(pl.col("evaluation_row").cast(pl.Int64))
-                tables.append(pairs.join(cast, on="evaluation_row").with_columns(set=pl.lit(name)))
+                tables.append(pairs.join(lookup, on="evaluation_row").with_columns(set=pl.lit(name)))
         with storage.commit(storage.join(chain.folder, "leaks.parquet")) as tmp:
             pl.concat(tables).drop("evaluation_row").sort(
                 "set", "uid_hi", "uid_lo", "evaluation"

@@ -6,31 +6,24 @@ python -m jobs.curate pool.shards='/data/pool/*.tar' out=/data/winnow scorer.wei
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
-import numpy as np
 from omegaconf import MISSING, DictConfig
 
-from filters.base import Filter
-from filters.duplicates.stage import DedupConfig, DedupStage
-from filters.leakage_stage import LeakageStage, LeakageStageConfig
-from filters.stage import FilterStage
-from jobs.launch import build, build_target, launch, plain, register
+from filters.leakage_stage import LeakageConfig
+from jobs.launch import build, launch, plain, register
+from jobs.stages import build_stages
 from pipeline import storage
 from pipeline.cluster import ClusterConfig
-from pipeline.decisions import Stage, run_chain
+from pipeline.decisions import run_chain
 from pipeline.decode import DecodeConfig
 from pipeline.errors import Refused
-from pipeline.evaluation import as_shards
 from pipeline.manifest import Run, write_outputs
 from pipeline.samples import PoolConfig
-from pipeline.scan import ErrorBudget, Scan, scan
-from pipeline.scorer import Scorer, ScorerConfig
-from pipeline.tables import digest_json
-from selection.influence.stage import InfluenceStage, InfluenceStageConfig
+from pipeline.scan import ErrorBudget, scan
+from pipeline.scorer import ScorerConfig
+from selection.run_rounds import RoundsConfig, describe, write_rounds
 
 
 @dataclass(kw_only=True)
@@ -38,6 +31,7 @@ class CurateConfig:
     """out: the folder that holds tables and runs. run: this selection's name in it.
 
     stages: the order of the links after the scan; those whose config group is `none` are passed over.
+    rounds: RS2 rounds over what is kept, written last; `rounds.rounds=200` for so many of them.
     """
 
     out: str = MISSING
@@ -49,73 +43,11 @@ class CurateConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     scorer: Any = None
     filters: dict[str, Any] = field(default_factory=dict)
-    leakage: LeakageStageConfig = field(default_factory=LeakageStageConfig)
+    leakage: LeakageConfig = field(default_factory=LeakageConfig)
     dedup: Any = None
     selection: Any = None
     stages: list[str] = field(default_factory=lambda: ["filters", "leakage", "dedup", "selection"])
-
-
-def build_stages(config: DictConfig) -> list[Stage]:
-    """The links of the chain, in the order in which the configuration names them."""
-    makers = {
-        "filters": filter_stage,
-        "leakage": _leakage_stage,
-        "dedup": _dedup_stage,
-        "selection": _selection_stage,
-    }
-    for name in config.stages:
-        if name not in makers:
-            raise Refused(f"stages: {name!r} is not a stage; known: {', '.join(makers)}")
-    stages = [makers[name](config) for name in config.stages if _wanted(config, name)]
-    if not stages:
-        raise Refused("stages: name at least one")
-    return stages
-
-
-def _wanted(config: DictConfig, name: str) -> bool:
-    """A stage whose config group is `none`, or that has nothing to look for, is passed over."""
-    return name == "filters" or bool(config[name].sets if name == "leakage" else config[name])
-
-
-def _leakage_stage(config: DictConfig) -> Stage:
-    scan_set = partial(_scan_set, config, "leakage.sets")
-    return LeakageStage(build(config.leakage, "leakage", LeakageStageConfig), scan_set)
-
-
-def _scan_set(config: DictConfig, key: str, name: str, path: str) -> Scan:
-    """The tables of the evaluation set that `<key>.<name>` gives the path of, made as the pool's are."""
-    out, where = storage.absolute(config.out, "out"), storage.absolute(path, f"{key}.{name}")
-    if not storage.exists(where):
-        raise Refused(f"{key}.{name}={path}: there is no such file or folder")
-    folder = storage.join(out, "evaluation", name, digest_json(storage.signature(where)))
-    pool = PoolConfig(
-        **{**plain(config.pool), "shards": as_shards(where, folder), "default_caption": "an image"}
-    )
-    scorer = build(config.scorer, "scorer", ScorerConfig)
-    decode = build(config.decode, "decode", DecodeConfig)
-    return scan(out, pool, scorer, decode, build(config.cluster, "cluster", ClusterConfig), ErrorBudget())
-
-
-def _selection_stage(config: DictConfig) -> Stage:
-    def embed_text(captions: Sequence[str]) -> np.ndarray:
-        return Scorer(build(config.scorer, "scorer", ScorerConfig)).embed_text(captions)
-
-    settings = build(config.selection, "selection", InfluenceStageConfig)
-    workers = build(config.cluster, "cluster", ClusterConfig)
-    return InfluenceStage(settings, partial(_scan_set, config, "selection"), embed_text, workers)
-
-
-def _dedup_stage(config: DictConfig) -> Stage:
-    home = storage.join(storage.absolute(config.out, "out"), "duplicates")
-    return DedupStage(build(config.dedup, "dedup", DedupConfig), home)
-
-
-def filter_stage(config: DictConfig) -> Stage:
-    built = [
-        build_target(node, f"filters.{name}", Filter).named(str(name))
-        for name, node in config.filters.items()
-    ]
-    return FilterStage(built)
+    rounds: RoundsConfig = field(default_factory=lambda: RoundsConfig(rounds=0))
 
 
 def run(config: DictConfig) -> None:
@@ -125,6 +57,7 @@ def run(config: DictConfig) -> None:
     errors = build(config.errors, "errors", ErrorBudget)
     cluster = build(config.cluster, "cluster", ClusterConfig)
     stages = build_stages(config)
+    rounds = build(config.rounds, "rounds", RoundsConfig)
     if "/" in config.run or config.run in ("", ".", ".."):
         raise Refused(f"run={config.run}: must be a plain name")
     here = Run(storage.absolute(config.out, "out"), config.run)
@@ -143,7 +76,10 @@ def run(config: DictConfig) -> None:
             "scanned_shards": scanned.scanned,
         }
         receipt = write_outputs(here, scanned, last, results, about)
+        drawn = write_rounds(here, rounds, cluster) if rounds.rounds else None
     _print(here, receipt)
+    if drawn:
+        print(describe(here, drawn))
 
 
 def _print(run_: Run, receipt: dict[str, Any]) -> None:

@@ -125,6 +125,9 @@ def build(node: DictConfig, key: str, schema: type[T] | None = None) -> T:
 
 def _dotted(key: str, rest: str | None) -> str:
     rest = rest or ""
+    last = key.rsplit(".", 1)[-1]
+    if "." in key and rest.startswith(f"{last}."):  # told from the part's parent on
+        rest = rest.removeprefix(f"{last}.")
     return rest if key and rest.startswith(f"{key}.") else f"{key}.{rest}".strip(".")
 
 

@@ -15,9 +15,9 @@ import pyarrow.parquet as pq
 from omegaconf import DictConfig
 
 from filters.duplicates.config import memory_plan
-from jobs.curate import filter_stage
 from jobs.launch import launch
 from jobs.plan_checks import Plan, existing, out_folder
+from jobs.stages import filter_stage
 from pipeline import cluster, storage
 from pipeline.cluster import Workers
 from pipeline.decode import DecodeConfig

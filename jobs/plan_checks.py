@@ -14,9 +14,9 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from filters.duplicates.stage import DedupConfig
-from filters.leakage_stage import LeakageStageConfig
-from jobs.curate import build_stages
+from filters.leakage_stage import LeakageConfig
 from jobs.launch import build, plain
+from jobs.stages import build_stages
 from pipeline import storage
 from pipeline.cluster import ClusterConfig
 from pipeline.decode import DecodeConfig
@@ -31,7 +31,7 @@ SECTIONS: dict[str, type] = {
     "errors": ErrorBudget,
     "cluster": ClusterConfig,
     "scorer": ScorerConfig,
-    "leakage": LeakageStageConfig,
+    "leakage": LeakageConfig,
     "dedup": DedupConfig,
 }
 READ_AHEAD = 16  # shards of which the first bytes are read

@@ -6,6 +6,7 @@ python -m jobs.prove out=/data/winnow run=default evaluate=/data/test.parquet
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from omegaconf import MISSING, DictConfig
 
 from filters.network.result import read_summary
 from jobs.launch import build, launch, plain, register
+from jobs.prove_clip import ClipConfig, ClipJudge, image_size
 from pipeline import storage
 from pipeline.decode import DecodeConfig
 from pipeline.errors import Refused
@@ -22,17 +24,25 @@ from selection.proof.arms import SELECTED, ProofConfig
 from selection.proof.labelled import ProxyJudge
 from selection.proof.result import Costs, Proof, summarise
 from selection.proof.trainings import Judge, train_all
-from selection.proxy import LabelConfig, ProxyConfig, load_images, pixels
+from selection.proxy import LabelConfig, LabelledImages, ProxyConfig, load_images, pixels
 from selection.proxy.images import labelled, text_of
+
+JUDGES = ("labels", "zero_shot", "retrieval")
+HELD_OUT, HELD_OUT_SHARE = 1_000, 0.1  # pairs of the pool that judge retrieval, at most
 
 
 @dataclass(kw_only=True)
 class ProveConfig(ProofConfig):
     """out, run: the finished run. name: of the files, `<out>/runs/<run>/proof/<name>.json` and `.png`.
 
-    evaluate: the test set: shards, a parquet table with a `label` column, or a folder with a folder a class.
+    judge: `labels` trains a small convolutional network on the pool's labels and judges its accuracy; `zero_shot`
+    and `retrieval` train a small CLIP model on its captions, and judge it by zero-shot accuracy on labelled images,
+    or by finding the captions of held-out pairs.
+    evaluate: the test set: shards, a parquet table (columns `label`, `caption`), or a folder with a folder a class.
+    null, for retrieval alone: up to 1,000 pairs of the pool, which nothing is then trained on.
     labels: where the labels of the pool are; in a noisy pool they are what the pool says, not the truth.
-    proxy: the network and its training. limit: samples of the pool that enter, at most; a random share of a
+    `labels.classes` also names the classes for zero-shot prompts.
+    proxy, clip: the networks and their training. limit: samples of the pool that enter, at most; a random share of a
     larger pool stands for it.
     scan_seconds: what scoring the pool took, if no receipt of a run in `out` tells any more.
     """
@@ -40,15 +50,21 @@ class ProveConfig(ProofConfig):
     out: str = MISSING
     run: str = "default"
     name: str = "proof"
-    evaluate: str = MISSING
+    judge: str = "labels"
+    evaluate: str | None = None
     labels: LabelConfig = field(default_factory=LabelConfig)
     proxy: ProxyConfig = field(default_factory=ProxyConfig)
+    clip: ClipConfig = field(default_factory=ClipConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     limit: int = 1_000_000
     scan_seconds: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.judge not in JUDGES:
+            raise ValueError(f"judge={self.judge}: must be one of {', '.join(JUDGES)}")
+        if self.evaluate is None and self.judge != "retrieval":
+            raise ValueError("evaluate: give a labelled test set")
         if self.limit < 1:
             raise ValueError(f"limit={self.limit}: at least 1")
         if self.scan_seconds is not None and not self.scan_seconds >= 0:
@@ -60,10 +76,11 @@ class ProveConfig(ProofConfig):
 def run(node: DictConfig) -> None:
     config = build(node, "", ProveConfig)
     here = Run(storage.absolute(config.out, "out"), config.run)
+    here.receipt()  # refuses a run that is not there before its folder is made for the lock
     chosen = set(SELECTED) & set(config.arms)
     selection = selection_seconds(here, config.scan_seconds) if chosen else {}
     with storage.lock(here.path("proof")):
-        judge, image = proxy_judge(here, config)
+        judge, image = make_judge(here, config)
         trainings = train_all(judge, config, here.path("proof", "trainings"))
         costs = Costs(selection=selection, image=image)
         proof = summarise(trainings, costs, judge.metric, config.target)
@@ -71,34 +88,70 @@ def run(node: DictConfig) -> None:
     print(f"{proof.table()}\n\n{proof.verdict}\n{here.path('proof', config.name)}.json and .png hold it")
 
 
-def proxy_judge(here: Run, config: ProveConfig) -> tuple[Judge, float]:
-    """The judge of a labelled pool, and the seconds that reading one of its images takes."""
-    pool = pool_images(here, config)
-    images = labelled(pool, config.labels, (), here.folder)
+def make_judge(here: Run, config: ProveConfig) -> tuple[Judge, float]:
+    """The judge, and the seconds that reading one of the pool's images takes.
+
+    Raises Refused when the pool or the test set has nothing to train on or to judge by.
+    """
+    if config.judge == "labels":
+        judge, images = _labels_judge(here, config)
+    else:
+        judge, images = _clip_judge(here, config)
+    if not len(judge.subset) and set(SELECTED) & set(config.arms):
+        raise Refused(f"{here.folder}: no sample that could be trained on was kept; nothing to prove")
+    return judge, images.seconds / len(images)
+
+
+def _labels_judge(here: Run, config: ProveConfig) -> tuple[Judge, pixels.Images]:
+    size = config.proxy.image_size
+    images = pool_images(here, config, text_of(config.labels), asdict(config.labels), size)
+    pool = labelled(images, config.labels, (), here.folder)
+    return ProxyJudge(pool, _test(config, pool.classes, size), config.proxy), images
+
+
+def _clip_judge(here: Run, config: ProveConfig) -> tuple[Judge, pixels.Images]:
+    size = image_size(config.clip)
+    images = pool_images(here, config, _caption, "caption", size)
+    if not len(images):
+        raise Refused(f"{here.folder}: no image with a caption there ({images.skipped or 'it is empty'})")
+    if config.judge == "zero_shot":
+        return ClipJudge(images, _test(config, (), size), config.clip), images
+    if config.evaluate is not None:
+        path = storage.absolute(config.evaluate, "evaluate")
+        held_out = pixels.of_source(path, _caption, size, config.decode)
+        pool = images
+    else:
+        mask = pixels.drawn(images.uids, min(HELD_OUT_SHARE, HELD_OUT / len(images)), seed=1)
+        pool, held_out = images.take(~mask), images.take(mask)
+    if not len(held_out) or not len(pool):
+        raise Refused(f"evaluate={config.evaluate}: no pairs to judge by, or none left to train on")
+    return ClipJudge(pool, held_out, config.clip), images
+
+
+def _test(config: ProveConfig, known: Sequence[str], size: int) -> LabelledImages:
+    assert config.evaluate is not None
     labels = LabelConfig(classes=config.labels.classes)
-    test = load_images(
-        storage.absolute(config.evaluate, "evaluate"),
-        labels,
-        known=images.classes,
-        image_size=config.proxy.image_size,
-        decode=config.decode,
-    )
-    if not images.copies.any() and set(SELECTED) & set(config.arms):
-        raise Refused(f"{here.folder}: none of the samples with a label was kept; nothing to prove")
-    return ProxyJudge(images, test, config.proxy), pool.seconds / len(pool)
+    path = storage.absolute(config.evaluate, "evaluate")
+    return load_images(path, labels, known=known, image_size=size, decode=config.decode)
 
 
-def pool_images(here: Run, config: ProveConfig) -> pixels.Images:
-    """Every readable image of the pool with a label, or a share of them; decoded once and kept."""
+def _caption(sample: pixels.Sample) -> str | None:
+    return sample.caption or None
+
+
+def pool_images(
+    here: Run, config: ProveConfig, text: pixels.TextOf, text_is: Any, size: int
+) -> pixels.Images:
+    """Every readable image of the pool with a text, or a share of them; decoded once and kept.
+
+    text_is: what `text` is made from, for recognising images that were kept.
+    """
     receipt = here.receipt()
     share = min(1.0, config.limit / receipt["pool"]["samples"])
-    size = config.proxy.image_size
-    decided = [receipt["stages"][-1]["digest"], asdict(config.labels), asdict(config.decode), size, share]
+    decided = [receipt["stages"][-1]["digest"], text_is, asdict(config.decode), size, share]
     return pixels.kept(
         here.path("proof", "images", digest_json(decided)),
-        lambda: pixels.of_run(
-            here, text_of(config.labels), size, config.decode, whole_pool=True, share=share
-        ),
+        lambda: pixels.of_run(here, text, size, config.decode, whole_pool=True, share=share),
     )
 
 

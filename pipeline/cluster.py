@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -82,38 +82,57 @@ def largest_node(resource: str) -> float:
     return max((n["Resources"].get(resource, 0.0) for n in ray.nodes() if n["Alive"]), default=0.0)
 
 
-def map_actors(
-    workers: Workers, actor: type, args: Sequence[Any], method: str, tasks: Sequence[Any]
-) -> Iterator[tuple[Any, Any]]:
-    """Yield (task, result) in the order of completion, each worker holding at most two tasks.
+class ActorPool:
+    """One `actor(*args)` a worker, for one map after another; `close` ends them.
 
-    `actor(*args)` is built once a worker. A worker that dies is restarted and its tasks are given out
-    again; a task that raises ends the map with that error.
+    A worker that dies is restarted and its tasks are given out again.
     """
-    remote: Any = ray.remote(
-        num_cpus=workers.cpus, num_gpus=workers.gpus, max_restarts=RESTARTS, max_task_retries=RESTARTS
-    )(actor)
-    pool: list[Any] = [remote.remote(*args) for _ in range(min(workers.count, len(tasks)))]
-    waiting: dict[Any, tuple[Any, Any]] = {}
-    queue = iter(tasks)
 
-    def submit(worker: Any) -> None:
-        task = next(queue, None)
-        if task is not None:
-            waiting[getattr(worker, method).options(retry_exceptions=[OSError]).remote(task)] = (task, worker)
+    def __init__(self, workers: Workers, actor: type, args: Sequence[Any]) -> None:
+        remote: Any = ray.remote(
+            num_cpus=workers.cpus, num_gpus=workers.gpus, max_restarts=RESTARTS, max_task_retries=RESTARTS
+        )(actor)
+        self.actors: list[Any] = [remote.remote(*args) for _ in range(workers.count)]
 
-    try:
+    def map(self, method: str, tasks: Sequence[Any], *shared: Any) -> Iterator[tuple[Any, Any]]:
+        """Yield (task, result) in the order of completion, each worker holding at most two tasks.
+
+        `method` is called with what is `shared`, sent once, and the task. A task that raises ends the map
+        with that error.
+        """
+        references = [ray.put(value) for value in shared]
+        waiting: dict[Any, tuple[Any, Any]] = {}
+        queue = iter(tasks)
+
+        def submit(worker: Any) -> None:
+            task = next(queue, None)
+            if task is not None:
+                call = getattr(worker, method).options(retry_exceptions=[OSError])
+                waiting[call.remote(*references, task)] = (task, worker)
+
         for _ in range(2):
-            for worker in pool:
+            for worker in self.actors:
                 submit(worker)
         while waiting:
             ready, _ = ray.wait(list(waiting), num_returns=1)
             task, worker = waiting.pop(ready[0])
             yield task, _result(ready[0], task)
             submit(worker)
-    finally:
-        for worker in pool:
+
+    def close(self) -> None:
+        for worker in self.actors:
             ray.kill(worker)
+
+
+def map_actors(
+    workers: Workers, actor: type, args: Sequence[Any], method: str, tasks: Sequence[Any]
+) -> Iterator[tuple[Any, Any]]:
+    """One map over actors of its own: see `ActorPool`."""
+    pool = ActorPool(replace(workers, count=min(workers.count, len(tasks))), actor, args)
+    try:
+        yield from pool.map(method, tasks)
+    finally:
+        pool.close()
 
 
 def _result(ref: Any, task: Any) -> Any:

@@ -51,12 +51,16 @@ class Decisions:
 
 @dataclass(frozen=True)
 class Chain:
-    """What a stage is given: the tables, the shard ids in pool order, and the decisions so far (None at first)."""
+    """What a stage is given: the tables, the shard ids in pool order, and the decisions so far (None at first).
+
+    digest: of all that decides the stage's outcome, for naming what a killed run may find again.
+    """
 
     tables: TableSet
     ids: list[str]
     before: Decisions | None
     folder: str  # the stage's own, for files beside its decisions
+    digest: str
 
 
 class Stage(Protocol):
@@ -94,23 +98,23 @@ def run_chain(scan: Scan, stages: Sequence[Stage], folder: str) -> tuple[Decisio
     for number, stage in enumerate(stages):
         digest = digest_json([digest, stage.name, stage.identity()])
         own = storage.join(folder, f"{number:02d}-{stage.name}")
-        chain = Chain(scan.tables, scan.ids, before, own)
-        results.append(_run_stage(stage, chain, digest))
+        chain = Chain(scan.tables, scan.ids, before, own, digest)
+        results.append(_run_stage(stage, chain))
         before = Decisions(own)
     assert before is not None
     return before, results
 
 
-def _run_stage(stage: Stage, chain: Chain, digest: str) -> StageResult:
+def _run_stage(stage: Stage, chain: Chain) -> StageResult:
     done = storage.join(chain.folder, "stage.json")
     if storage.exists(done):
         before = StageResult(**storage.read_json(done))
-        if before.digest == digest:
+        if before.digest == chain.digest:
             return before
         storage.remove_tree(done)  # first: a crash from here on finds an unfinished stage
     started = time.monotonic()
     decisions = Decisions(chain.folder)
-    result = StageResult(name=stage.name, digest=digest)
+    result = StageResult(name=stage.name, digest=chain.digest)
     dropped: Counter[str] = Counter()
     with Progress(stage.name, len(chain.ids)) as progress:
         for shard, frame in stage.run(chain):

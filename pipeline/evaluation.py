@@ -7,24 +7,27 @@ import itertools
 import tarfile
 from collections.abc import Iterator
 from pathlib import PurePosixPath
+from typing import Any
 
 import pyarrow.parquet as pq
 
-from pipeline import storage
+from pipeline import shards, storage
 from pipeline.errors import Refused
 from pipeline.samples import IMAGE_EXTS
 from pipeline.shards import SHARD_SUFFIXES
+from pipeline.tables import digest_json
 
 IMAGE_COLUMNS = ("jpg", "png", "webp", "image", "img", "bytes")
+CAPTION_COLUMNS = ("caption", "text", "captions")  # of a list of captions the first is taken
 ROWS = 2_000  # held at a time
-Image = tuple[str, bytes, str | None]  # key, bytes, label
+Image = tuple[str, dict[str, bytes]]  # key, members by extension
 
 
 def as_shards(path: str, folder: str) -> str:
     """A `pool.shards` value for the evaluation set at `path`; shards that have to be made go to `folder`.
 
     Keys are row numbers of a parquet file, or paths within a folder of images. The column `label`, or the name
-    of the folder that an image lies in, becomes a cls member. Raises Refused for a parquet file without an
+    of the folder that an image lies in, becomes a cls member, a column of captions txt members. Raises Refused for a parquet file without an
     image column, and for a folder without images.
     """
     if path.endswith(".parquet"):
@@ -37,14 +40,22 @@ def as_shards(path: str, folder: str) -> str:
         raise Refused(
             f"{path}: neither shards ({', '.join(SHARD_SUFFIXES)}) nor images ({', '.join(IMAGE_EXTS)})"
         )
-    names = ((PurePosixPath(f).relative_to(PurePosixPath(p)), f) for f in files)
-    return _write(
-        (
-            (str(n).replace(".", "_").replace("/", "_"), fs.cat_file(f), n.parent.name or None)
-            for n, f in names
-        ),
-        folder,
-    )
+    return _write((_image_of_folder(fs, p, f) for f in files), folder)
+
+
+def _image_of_folder(fs: Any, folder: str, file: str) -> Image:
+    within = PurePosixPath(file).relative_to(PurePosixPath(folder))
+    label = {"cls": within.parent.name.encode()} if within.parent.name else {}
+    return str(within).replace(".", "_").replace("/", "_"), {"jpg": fs.cat_file(file), **label}
+
+
+def fingerprint(path: str) -> str:
+    """Digest of what an evaluation set consists of: every file's name, size and time stamp; nothing is read."""
+    fs, p = storage.resolve(path)
+    if fs.exists(p):
+        files = fs.find(p, detail=True) if fs.isdir(p) else {p: fs.info(p)}
+        return digest_json([[name, storage.mark(files[name])] for name in sorted(files)])
+    return digest_json([[shard, storage.signature(shard)] for shard in shards.expand(path)])
 
 
 def _parquet_images(path: str) -> Iterator[Image]:
@@ -53,14 +64,24 @@ def _parquet_images(path: str) -> Iterator[Image]:
         column = next((c for c in IMAGE_COLUMNS if c in table.schema_arrow.names), None)
         if column is None:
             raise Refused(f"{path}: no image column (looked for {', '.join(IMAGE_COLUMNS)})")
-        columns = [column, *({"label"} & set(table.schema_arrow.names))]
+        names = table.schema_arrow.names
+        caption = next((c for c in CAPTION_COLUMNS if c in names), None)
+        columns = [column, *({"label", caption} & set(names))]
         row = 0
         for batch in table.iter_batches(256, columns=columns):
             for record in batch.to_pylist():
-                value, label = record[column], record.get("label")
-                data = value["bytes"] if isinstance(value, dict) else value
-                yield str(row), data, None if label is None else str(label)
+                yield str(row), _members(record, column, caption)
                 row += 1
+
+
+def _members(record: dict[str, Any], image: str, caption: str | None) -> dict[str, bytes]:
+    """What a row of an image table holds, by extension."""
+    value = record[image]
+    found: dict[str, Any] = {"cls": record.get("label"), "txt": record[caption] if caption else None}
+    if isinstance(found["txt"], list):
+        found["txt"] = found["txt"][0] if found["txt"] else None
+    texts = {ext: str(text).encode() for ext, text in found.items() if text is not None}
+    return {"jpg": value["bytes"] if isinstance(value, dict) else value, **texts}
 
 
 def _write(images: Iterator[Image], folder: str) -> str:
@@ -71,10 +92,9 @@ def _write(images: Iterator[Image], folder: str) -> str:
             break
         path = storage.join(folder, f"{number:05d}.tar")
         with storage.commit(path) as tmp, tarfile.open(tmp, "w", format=tarfile.PAX_FORMAT) as tar:
-            for key, data, label in some:
-                _add(tar, f"{key}.jpg", data)  # read by its bytes, not by its name
-                if label is not None:
-                    _add(tar, f"{key}.cls", label.encode())
+            for key, members in some:
+                for ext, data in members.items():  # images are read by their bytes, not by the name
+                    _add(tar, f"{key}.{ext}", data)
     return folder
 
 

@@ -85,18 +85,19 @@ def listdir(path: str) -> list[str]:
 def signature(path: str) -> dict[str, Any]:
     """What changes when a file is replaced: its size, and its modification time or entity tag."""
     fs, p = resolve(path)
-    return _signature(fs.info(p))
+    return mark(fs.info(p))
 
 
 def signatures(folder: str) -> dict[str, dict[str, Any]]:
     """`signature` of every entry of a folder by its name, in one listing."""
     fs, p = resolve(folder)
-    return {name(info["name"]): _signature(info) for info in fs.ls(p, detail=True)} if fs.exists(p) else {}
+    return {name(info["name"]): mark(info) for info in fs.ls(p, detail=True)} if fs.exists(p) else {}
 
 
-def _signature(info: dict[str, Any]) -> dict[str, Any]:
-    mark = info.get("mtime") or info.get("ETag") or info.get("etag") or info.get("LastModified")
-    return {"size": int(info.get("size") or 0), "mark": str(mark)}
+def mark(info: dict[str, Any]) -> dict[str, Any]:
+    """The signature that a filesystem's own description of a file comes to."""
+    stamp = info.get("mtime") or info.get("ETag") or info.get("etag") or info.get("LastModified")
+    return {"size": int(info.get("size") or 0), "mark": str(stamp)}
 
 
 def open_file(path: str, mode: str = "rb") -> IO[Any]:
@@ -174,6 +175,28 @@ def commit(path: str) -> Iterator[str]:
         fs.makedirs(parent(p), exist_ok=True)
         fs.put_file(local, remote)
         fs.mv(remote, p)
+
+
+@contextlib.contextmanager
+def commit_folder(path: str) -> Iterator[str]:
+    """Yield a new folder to fill, on a local filesystem; on success it becomes `path` in one step, else it goes."""
+    p = resolve(path)[1]
+    tmp = f"{p}.tmp-{uuid.uuid4().hex[:12]}"
+    os.makedirs(tmp)
+    try:
+        yield tmp
+        for file in Path(tmp).iterdir():
+            with open(file, "rb") as f:
+                os.fsync(f.fileno())
+        os.replace(tmp, p)
+    finally:
+        shutil.rmtree(tmp, ignore_errors=True)
+
+
+def remove_leftovers(folder: str) -> None:
+    """Remove what killed writers left in a local folder that nobody else writes to."""
+    for left in Path(resolve(folder)[1]).glob("*.tmp-*"):
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
 
 
 @contextlib.contextmanager

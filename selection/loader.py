@@ -196,11 +196,7 @@ class RoundDataset(IterableDataset):
         samples = [
             (self._members(shard), row) for shard, row in zip(*(a.tolist() for a in self._line.at(places)))
         ]
-        images = read_members(
-            [members.path for members, _ in samples],
-            [int(members.rows.image_offset[row]) for members, row in samples],
-            [int(members.rows.image_size[row]) for members, row in samples],
-        )
+        images = _images(samples)
         captions = _captions(samples)
         return default_collate(
             [
@@ -224,6 +220,16 @@ class RoundDataset(IterableDataset):
             if len(self._open) > 2 * self._line.shards_mixed:
                 self._open.popitem(last=False)
         return self._open[shard]
+
+
+def _images(samples: Sequence[tuple[ShardMembers, int]]) -> list[bytes]:
+    offsets, sizes = [], []
+    for members, row in samples:
+        if members.rows.image_offset is None or members.rows.image_size is None:
+            raise ValueError(f"{members.path}: the manifest does not say where its images are")
+        offsets.append(int(members.rows.image_offset[row]))
+        sizes.append(int(members.rows.image_size[row]))
+    return read_members([members.path for members, _ in samples], offsets, sizes)
 
 
 def _captions(samples: Sequence[tuple[ShardMembers, int]]) -> list[str]:

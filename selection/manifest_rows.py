@@ -19,16 +19,16 @@ class ShardRows:
 
     uid_hi, uid_lo: uint64 (n,); key: n strings; copies: int64 (n,), entries each row counts for; stratum:
     int64 (n,), column of the strata counts, or None when not stratified. image_offset, image_size: int64
-    (n,), bytes of the image member's data in the plain tar. caption: n strings; or None, and then
-    caption_offset, caption_size: int64 (n,) of the caption member's data.
+    (n,), bytes of the image member's data in the plain tar; None where only uids are asked for. caption: n
+    strings; or None, and then caption_offset, caption_size: int64 (n,) of the caption member's data.
     """
 
     uid_hi: Words
     uid_lo: Words
     key: Sequence[str]
     copies: Ints
-    image_offset: Ints
-    image_size: Ints
+    image_offset: Ints | None = None
+    image_size: Ints | None = None
     stratum: Ints | None = None
     caption: Sequence[str] | None = None
     caption_offset: Ints | None = None

@@ -2,9 +2,8 @@
 
 import hashlib
 import io
-import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from fractions import Fraction
 from typing import Any
@@ -13,6 +12,7 @@ import fsspec
 import numpy as np
 import numpy.typing as npt
 
+from pipeline import storage
 from selection.manifest_rows import UID, Manifest
 from selection.rounds import Rounds
 
@@ -55,16 +55,20 @@ def _sorted_blocks(rounds: Rounds, t: int, memory: int) -> Iterator[npt.NDArray[
             yield uids[np.lexsort((uids["f1"], uids["f0"]))]
 
 
-def save(rounds: Rounds, path: str) -> None:
+def save(rounds: Rounds, path: str, about: Mapping[str, Any] | None = None) -> None:
     """Write `<path>` (JSON: seed, ratio, sizes, counts file and its sha256) and `<stem>.counts.npy` beside
-    it.
+    it, the description last.
 
     The counts file holds int64 (S,), or (S, C) when stratified. `load` makes the same Rounds from the two.
+    about: further entries for the description.
     """
-    counts_path = f"{path.removesuffix('.json')}.counts.npy"
-    buffer = io.BytesIO()
-    np.save(buffer, rounds.counts if rounds.strata is None else rounds.strata)
-    description = {
+    storage.write_bytes(_counts_path(path), _counts(rounds))
+    storage.write_json(path, description(rounds, path, about))
+
+
+def description(rounds: Rounds, path: str, about: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What `save` writes to `path`."""
+    return {
         "format": FORMAT,
         "seed": rounds.seed,
         "ratio": str(rounds.ratio),
@@ -72,27 +76,32 @@ def save(rounds: Rounds, path: str) -> None:
         "stratified": rounds.strata is not None,
         "entries": rounds.entries,
         "round_size": rounds.k,
-        "counts": counts_path.rpartition("/")[2],
-        "counts_sha256": hashlib.sha256(buffer.getvalue()).hexdigest(),
+        "counts": storage.name(_counts_path(path)),
+        "counts_sha256": hashlib.sha256(_counts(rounds)).hexdigest(),
         "numpy": np.__version__,
+        **(about or {}),
     }
-    with fsspec.open(counts_path, "wb") as out:
-        out.write(buffer.getvalue())
-    with fsspec.open(path, "w") as out:
-        out.write(json.dumps(description, indent=1) + "\n")
+
+
+def _counts_path(path: str) -> str:
+    return f"{path.removesuffix('.json')}.counts.npy"
+
+
+def _counts(rounds: Rounds) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, rounds.counts if rounds.strata is None else rounds.strata)
+    return buffer.getvalue()
 
 
 def load(path: str, manifest: Manifest | None = None) -> Rounds:
     """The Rounds that `save` described. Raises ValueError if the format, or the counts file's content, is
     another.
     """
-    with fsspec.open(path, "r") as file:
-        description: dict[str, Any] = json.load(file)
+    description: dict[str, Any] = storage.read_json(path)
     if description.get("format") != FORMAT:
         raise ValueError(f"{path}: format {description.get('format')!r}, this version reads {FORMAT!r}")
-    counts_path = f"{path[: path.rfind('/') + 1]}{description['counts']}"
-    with fsspec.open(counts_path, "rb") as file:
-        content = file.read()
+    counts_path = _counts_path(path)
+    content = storage.read_bytes(counts_path)
     if hashlib.sha256(content).hexdigest() != description["counts_sha256"]:
         raise ValueError(f"{counts_path}: not the counts that {path} was made with; make the rounds anew")
     counts = np.load(io.BytesIO(content))

@@ -7,7 +7,7 @@ import io
 import json
 import sys
 import tarfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import polars as pl
 from PIL import Image
 
 from jobs.launch import launch
-from pipeline import storage
+from pipeline import cluster, storage
 from pipeline.decode import DecodeConfig, Decoder
 from pipeline.samples import PoolConfig
 from pipeline.scan_shard import ShardScanner, ShardTask
@@ -143,6 +143,29 @@ def contents(folder: Path, suffix: str = "") -> dict[str, bytes]:
     """Every file under a folder by relative name, dot files apart."""
     found = sorted(p for p in folder.rglob(f"*{suffix}") if p.is_file() and not p.name.startswith("."))
     return {str(p.relative_to(folder)): p.read_bytes() for p in found}
+
+
+class LocalPool:
+    """Stands in for `cluster.ActorPool`: one worker, an object of this process."""
+
+    def __init__(self, _workers: Any, actor: Any, args: Any) -> None:
+        self.worker = actor(*args)
+
+    def map(self, method: str, tasks: Any, *shared: Any) -> Iterator[tuple[Any, Any]]:
+        for task in tasks:
+            yield task, getattr(self.worker, method)(*shared, task)
+
+    def close(self) -> None:
+        pass
+
+
+def work_in_process(patch: Callable[[Any, str, Any], None]) -> None:
+    """Have stages work without Ray; `patch` is setattr, or a monkeypatch's."""
+    patch(cluster, "connect", lambda: None)
+    patch(cluster, "plan_workers", lambda _config, _units: cluster.Workers(1, 1, 0.0))
+    patch(cluster, "largest_node", lambda _resource: 1.0)
+    patch(cluster, "worker_device", lambda: "cpu")
+    patch(cluster, "ActorPool", LocalPool)
 
 
 def call(job: Any, *overrides: str) -> int:

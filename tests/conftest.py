@@ -7,7 +7,6 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -38,23 +37,9 @@ def save_scorer(folder: Path, seed: int) -> Path:
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers as objects of this process: for tests of what is scanned, where Ray itself is not the matter."""
-    run_in_process(monkeypatch)
+    from tests.build import work_in_process
 
-
-def run_in_process(patch: pytest.MonkeyPatch) -> None:
-    """What the fixture `in_process` does, for fixtures of a wider scope."""
-    from pipeline import cluster
-
-    def run(_workers: Any, actor: Any, args: Any, method: str, tasks: Any) -> Iterator[tuple[Any, Any]]:
-        worker = actor(*args)
-        for task in tasks:
-            yield task, getattr(worker, method)(task)
-
-    patch.setattr(cluster, "connect", lambda: None)
-    patch.setattr(cluster, "plan_workers", lambda _config, _units: cluster.Workers(1, 1, 0.0))
-    patch.setattr(cluster, "largest_node", lambda _resource: 1.0)
-    patch.setattr(cluster, "worker_device", lambda: "cpu")
-    patch.setattr(cluster, "map_actors", run)
+    work_in_process(monkeypatch.setattr)
 
 
 @pytest.fixture(scope="session")

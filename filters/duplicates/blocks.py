@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+
+from pipeline.errors import Refused
 
 # A row's number through the whole stage: shard ordinal in the high 32 bits, row of the block in the low 32.
 ROW_BITS = 32
@@ -17,13 +19,14 @@ ROW_MASK = (1 << ROW_BITS) - 1
 class Block:
     """The rows of one shard.
 
-    ``embeddings`` is the path of an (n, d) float16 or float32 ``.npy``; ``uid_hi``/``uid_lo`` (n,) uint64;
+    ``embeddings`` are paths of (n, d) float16 or float32 ``.npy`` whose rows stand side by side (none: the
+    rows have only hashes); ``uid_hi``/``uid_lo`` (n,) uint64;
     ``score`` (n,) float, higher is better; ``alive`` (n,) bool, False for rows an earlier stage dropped;
     ``phash`` (n,) uint64 perceptual hashes, or None when the pool has none.
     """
 
     shard: str
-    embeddings: str
+    embeddings: list[str]
     uid_hi: np.ndarray
     uid_lo: np.ndarray
     score: np.ndarray
@@ -35,7 +38,11 @@ class Block:
         columns = {"uid_hi": self.uid_hi, "uid_lo": self.uid_lo, "score": self.score, "phash": self.phash}
         for name, column in columns.items():
             if column is not None and len(column) != n:
-                raise ValueError(f"{self.shard}: {name} has {len(column)} rows where alive has {n}")
+                raise Refused(f"{self.shard}: {name} has {len(column)} rows where alive has {n}")
+
+    @property
+    def rows(self) -> int:
+        return len(self.alive)
 
 
 class BlockSource(Protocol):
@@ -43,10 +50,16 @@ class BlockSource(Protocol):
 
     @property
     def shards(self) -> Sequence[str]:
-        """Names of the shards, each once."""
+        """Names of the shards of this run, each once."""
 
     def load(self, shard: str) -> Block:
-        """The block of one shard."""
+        """The block of one shard of this run."""
+
+    def embeddings(self, shard: str) -> list[str]:
+        """Where the vectors of a shard lie, of this run or of an earlier one."""
+
+    def version(self, shard: str) -> str | None:
+        """What changes when the vectors of a shard, of this run or an earlier one, do; None when they are gone."""
 
 
 @dataclass(frozen=True)
@@ -62,15 +75,45 @@ class MemorySource:
     def load(self, shard: str) -> Block:
         return self.blocks[shard]
 
+    def embeddings(self, shard: str) -> list[str]:
+        return self.blocks[shard].embeddings
 
-def open_embeddings(path: str) -> np.ndarray:
-    """Memory-map an (n, d) embedding file. Raises ValueError naming the file when it holds anything else."""
-    array = np.load(path, mmap_mode="r")
-    if array.ndim != 2 or array.dtype not in (np.float16, np.float32):
-        raise ValueError(
-            f"{path}: {array.dtype} of shape {array.shape}; embeddings are (n, d) float16 or float32"
-        )
-    return array
+    def version(self, shard: str) -> str | None:
+        block = self.blocks.get(shard)
+        return None if block is None else f"{block.rows} {block.embeddings}"
+
+
+class Embeddings:
+    """Memory-mapped (n, d) files side by side; indexed by rows like one array. Without files, a constant column.
+
+    Raises Refused naming the file that holds anything else, or another number of rows than the block.
+    """
+
+    def __init__(self, paths: Sequence[str], rows: int | None = None):
+        self.parts = [np.load(path, mmap_mode="r") for path in paths]
+        for path, part in zip(paths, self.parts):
+            if part.ndim != 2 or part.dtype not in (np.float16, np.float32):
+                raise Refused(
+                    f"{path}: {part.dtype} of shape {part.shape}; embeddings are (n, d) float16 or float32"
+                )
+            if rows is not None and len(part) != rows:
+                raise Refused(f"{path}: {len(part)} rows of embeddings where its table has {rows}")
+        if not self.parts:
+            self.parts = [np.broadcast_to(np.float16(1), (rows or 0, 1))]
+
+    @property
+    def width(self) -> int:
+        return sum(part.shape[1] for part in self.parts)
+
+    def __len__(self) -> int:
+        return len(self.parts[0])
+
+    def __getitem__(self, rows: Any) -> np.ndarray:
+        return np.concatenate([part[rows] for part in self.parts], axis=1)
+
+
+def open_embeddings(block: Block) -> Embeddings:
+    return Embeddings(block.embeddings, block.rows)
 
 
 def unit_rows(vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -98,7 +141,7 @@ class Shelf:
     """The shards of a run in the order they entered it: an ordinal for each, and where its vectors lie."""
 
     shards: list[str]
-    paths: list[str]
+    paths: list[list[str]]
     width: int
 
     def vectors(self, ids: np.ndarray) -> np.ndarray:
@@ -107,6 +150,6 @@ class Shelf:
         ordinals = ids >> ROW_BITS
         starts = np.flatnonzero(np.r_[True, ordinals[1:] != ordinals[:-1]]) if len(ids) else np.empty(0, int)
         for start, stop in zip(starts, [*starts[1:], len(ids)]):
-            embeddings = open_embeddings(self.paths[int(ordinals[start])])
+            embeddings = Embeddings(self.paths[int(ordinals[start])])
             out[start:stop] = unit_rows(embeddings[ids[start:stop] & ROW_MASK])[0]
         return out

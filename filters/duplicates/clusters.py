@@ -22,8 +22,9 @@ import torch
 
 from filters.duplicates.blocks import BlockSource, open_embeddings, row_ids, unit_rows
 from filters.duplicates.config import PLACE_PRODUCTS, READ_ROWS, NearConfig
-from filters.duplicates.near import HashTest, SketchTest
-from filters.duplicates.tasks import Commit
+from filters.duplicates.near import HashTest, SketchTest, device
+from filters.duplicates.survey import union
+from pipeline import storage
 
 # Centroid similarities closer than this are decided in float64, so that no blocking of a product does it.
 TIE = 1e-5
@@ -51,7 +52,7 @@ class Codebook:
         return SketchTest(self.reach)
 
     def save(self, path: Path) -> None:
-        with Commit(path) as temporary, open(temporary, "wb") as file:
+        with storage.commit(str(path)) as temporary, open(temporary, "wb") as file:
             np.savez(
                 file,
                 centroids=self.centroids,
@@ -75,25 +76,25 @@ class Codebook:
         return np.concatenate(home), np.concatenate(row), np.concatenate(cluster)
 
     def _place(self, vectors: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        products = similarities(vectors, self.centroids)
-        best = products.max(1)
-        gap = best[:, None] - products
+        products = products_on_device(vectors, self.centroids)
+        gap = products.amax(1, keepdim=True) - products
         # One line decides home and visits; what is within a rounding error of it is recomputed exactly.
         doubtful = (gap < TIE).sum(1) > 1
-        doubtful |= (np.abs(gap - np.float32(self.margin)) < TIE).any(1)
-        rows = np.flatnonzero(doubtful)
-        exact = exact_similarities(vectors[rows], self.centroids)
+        doubtful |= ((gap - self.margin).abs() < TIE).any(1)
+        rows = torch.nonzero(doubtful).squeeze(1)
+        exact = exact_similarities(vectors[rows.cpu().numpy()], self.centroids)
         home = products.argmax(1)
-        home[rows] = exact.argmax(1)
+        home[rows] = torch.from_numpy(exact.argmax(1)).to(home.device)
         visiting = gap <= self.margin
-        visiting[rows] = exact.max(1)[:, None] - exact <= self.margin
-        visiting[np.arange(len(home)), home] = False
-        row, cluster = np.nonzero(visiting)
-        return home, row, cluster
+        visits = exact.max(1, initial=-1.0)[:, None] - exact <= self.margin
+        visiting[rows] = torch.from_numpy(visits).to(home.device)
+        visiting[torch.arange(len(home), device=home.device), home] = False
+        row, cluster = torch.nonzero(visiting).cpu().numpy().T
+        return home.cpu().numpy(), row, cluster
 
     def sketch(self, vectors: np.ndarray) -> np.ndarray:
         """Sketches of unit rows: (n, m) float16."""
-        return (torch.from_numpy(vectors) @ torch.from_numpy(self.rotation)).to(torch.float16).numpy()
+        return products_on_device(vectors, self.rotation.T).to(torch.float16).cpu().numpy()
 
 
 @dataclass(frozen=True)
@@ -145,9 +146,15 @@ class HashBands:
         raise IndexError(cluster)
 
 
-def similarities(vectors: np.ndarray, centroids: np.ndarray) -> np.ndarray:
-    """Float32 products of rows and centroids: (n, k)."""
-    return (torch.from_numpy(vectors) @ torch.from_numpy(centroids).T).numpy()
+def products_on_device(rows: np.ndarray, others: np.ndarray) -> torch.Tensor:
+    """Float32 products of rows (n, d) and others (k, d): (n, k), on the device of this process."""
+    where = device()
+    return torch.from_numpy(rows).to(where) @ torch.from_numpy(others).to(where).T
+
+
+def similarities(rows: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Float32 products of rows (n, d) and others (k, d): (n, k)."""
+    return products_on_device(rows, others).cpu().numpy()
 
 
 def exact_similarities(vectors: np.ndarray, centroids: np.ndarray) -> np.ndarray:
@@ -179,76 +186,11 @@ def train_centroids(sample: np.ndarray, config: NearConfig, clusters: int) -> np
 
 
 @dataclass(frozen=True)
-class Survey:
-    """Counts of one shard: rows the block holds, rows still alive, embedding width, path of its vectors."""
-
-    shard: str
-    path: str
-    rows: int
-    alive: int
-    width: int
-
-
-@dataclass(frozen=True)
-class SurveyShard:
-    """Task: count one shard, after checking that its columns and vectors are of one length."""
-
-    source: BlockSource
-    method: str
-
-    def __call__(self, shard: str) -> Survey:
-        block = self.source.load(shard)
-        embeddings = open_embeddings(block.embeddings)
-        if len(embeddings) != len(block.alive):
-            raise ValueError(
-                f"{block.embeddings}: {len(embeddings)} rows where {shard} has {len(block.alive)}"
-            )
-        if self.method != "embedding" and block.phash is None:
-            raise ValueError(f"{shard}: no perceptual hashes; scan them, or set dedup.method=embedding")
-        return Survey(shard, block.embeddings, len(embeddings), int(block.alive.sum()), embeddings.shape[1])
-
-
-@dataclass(frozen=True)
-class SampleRows:
-    """Task: a seeded random share of the live rows of (ordinal, shard).
-
-    Returns row ids (n,) int64, unit rows (n, d) float32 and hashes (n,) uint64 (zeros when there are none).
-    """
-
-    source: BlockSource
-    share: float
-    seed: int
-    purpose: int
-
-    def __call__(self, task: tuple[int, str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        ordinal, shard = task
-        block = self.source.load(shard)
-        rng = np.random.default_rng([self.seed, self.purpose, ordinal])
-        rows = np.flatnonzero(block.alive)
-        rows = rows[rng.random(len(rows)) < self.share]
-        vectors, usable = unit_rows(open_embeddings(block.embeddings)[rows])
-        rows = rows[usable]
-        hashes = np.zeros(len(rows), np.uint64) if block.phash is None else block.phash[rows]
-        return row_ids(ordinal, rows), vectors[usable], hashes
-
-
-@dataclass(frozen=True)
 class SpillTask:
-    """Shards to place as (ordinal, shard), directories of earlier placements, directory of these."""
+    """Shards to place as (ordinal, shard, files of its rows that have entered), and the directory to write."""
 
-    shards: tuple[tuple[int, str], ...]
-    earlier: tuple[str, ...]
+    shards: tuple[tuple[int, str, tuple[str, ...]], ...]
     target: str
-
-
-def considered(directories: Sequence[str], ordinal: int, rows: int) -> np.ndarray:
-    """Rows of a shard that earlier placements have seen, usable or not: (rows,) bool."""
-    seen = np.zeros(rows, dtype=bool)
-    for directory in directories:
-        mask = Path(directory) / f"considered-{ordinal}.npy"
-        if mask.exists():
-            seen |= np.load(mask)
-    return seen
 
 
 @dataclass(frozen=True)
@@ -256,7 +198,7 @@ class Spill:
     """Task: place the rows of some shards and write them sorted by cluster.
 
     Writes ``<target>/{home,visit}_{id,payload,offset}.npy`` (offset (k + 1,) int64) and for each shard
-    ``considered-<ordinal>.npy``, the (n,) bool rows live and new. Returns (rows placed, not usable).
+    ``entered-<ordinal>.npy``, the (n,) bool rows live and new. Returns (rows placed, not usable).
     """
 
     source: BlockSource
@@ -270,11 +212,11 @@ class Spill:
             return total, unusable
         sections: dict[str, list[list[np.ndarray]]] = {"home": [[], [], []], "visit": [[], [], []]}
         masks, total, unusable = {}, 0, 0
-        for ordinal, shard in task.shards:
+        for ordinal, shard, earlier in task.shards:
             block = self.source.load(shard)
-            entered = block.alive & ~considered(task.earlier, ordinal, len(block.alive))
+            entered = block.alive & ~union(earlier, block.rows)
             masks[ordinal] = entered.copy()
-            embeddings = open_embeddings(block.embeddings)
+            embeddings = open_embeddings(block)
             for start in range(0, len(entered), READ_ROWS):
                 part = slice(start, start + READ_ROWS)
                 vectors, usable = unit_rows(embeddings[part])
@@ -284,11 +226,12 @@ class Spill:
                 hashes = None if block.phash is None else block.phash[part][rows]
                 self._place(vectors[rows], hashes, row_ids(ordinal, rows + start), sections)
             total += int(entered.sum())
-        with Commit(target, directory=True) as directory:
+        with storage.commit_folder(str(target)) as folder:
+            directory = Path(folder)
             for name, columns in sections.items():
                 self._write(directory, name, columns)
             for ordinal, mask in masks.items():
-                np.save(directory / f"considered-{ordinal}.npy", mask)
+                np.save(directory / f"entered-{ordinal}.npy", mask)
             np.save(directory / "counts.npy", np.array([total, unusable]))
         return total, unusable
 

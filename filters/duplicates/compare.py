@@ -12,7 +12,7 @@ from filters.duplicates.blocks import Shelf
 from filters.duplicates.clusters import ClusterFiles, Codebook, HashBands
 from filters.duplicates.config import VERIFY_SLICE
 from filters.duplicates.near import NO_HASH, PAIR, HashTest, PairWriter, candidate_blocks, hamming, thin_out
-from filters.duplicates.tasks import Commit
+from pipeline import storage
 
 # Comparisons a task makes: about a quarter of a second, more when that would give too many tasks.
 TASK_WORK, MOST_TASKS = 500_000_000, 20_000
@@ -116,7 +116,7 @@ class Compare:
         if target.exists():
             return target.stat().st_size // PAIR.itemsize
         files = self.sections.open()
-        with Commit(target) as temporary, open(temporary, "wb") as file:
+        with storage.commit(str(target)) as temporary, open(temporary, "wb") as file:
             vectors = None if isinstance(self.book, HashBands) else self.shelf.vectors
             writer = PairWriter(file, vectors, self.similarity)
             for unit in task.units:

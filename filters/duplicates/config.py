@@ -3,46 +3,64 @@
 from __future__ import annotations
 
 import math
+import shutil
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 METHODS = ("agree", "embedding", "phash")
 RULES = ("greedy", "semdedup", "components")
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
 
 
-@dataclass(frozen=True, kw_only=True)
-class NearConfig:
-    """How near duplicates are found and which of them stay.
+@dataclass(kw_only=True)
+class Closeness:
+    """When two rows are taken for the same image.
 
-    ``method``: ``agree`` (embedding and perceptual hash must both call a pair near), ``embedding`` or
-    ``phash`` alone. ``similarity``: cosine from which embeddings are near. ``phash_distance``: most differing
-    bits of near hashes. ``recall``: share of near pairs to find. ``clusters``: None sizes them from the pool.
-    ``sample_rows``: rows compared with the whole pool to set and measure recall. ``task_memory``: bytes one
-    task may use. ``threads``: threads of one task; results are repeatable for a given value.
+    ``method``: ``agree`` (embedding and perceptual hash must both say so), ``embedding`` or ``phash`` alone.
+    ``similarity``: cosine from which embeddings are near. ``phash_distance``: most differing bits of near
+    hashes.
     """
 
     method: str = "agree"
     similarity: float = 0.95
     phash_distance: int = 10
-    rule: str = "greedy"
-    recall: float = 0.99
-    clusters: int | None = None
-    sample_rows: int = 2000
-    task_memory: int = 1 << 30
-    threads: int = 1
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ValueError(f"method={self.method}: one of {', '.join(METHODS)}")
-        if self.rule not in RULES:
-            raise ValueError(f"rule={self.rule}: one of {', '.join(RULES)}")
         if not 0 < self.similarity <= 1:
             raise ValueError(f"similarity={self.similarity}: a cosine in (0, 1]")
         if not 0 <= self.phash_distance <= 16:
             raise ValueError(
                 f"phash_distance={self.phash_distance}: 0 to 16 of 64 bits; unrelated images differ in 32"
             )
+
+    @property
+    def least(self) -> float:
+        """Similarity from which a pair counts: the cosine, or the share of equal bits for the hash alone."""
+        return 1 - self.phash_distance / 64 if self.method == "phash" else self.similarity
+
+
+@dataclass(kw_only=True)
+class NearConfig(Closeness):
+    """How near duplicates are found and which of them stay.
+
+    ``rule``: greedy, semdedup or components (rules.py). ``recall``: share of near pairs to find.
+    ``clusters``: None sizes them from the pool. ``sample_rows``: rows compared with the whole pool to set and
+    measure recall. ``task_memory``: bytes one task may use.
+    """
+
+    rule: str = "greedy"
+    recall: float = 0.99
+    clusters: int | None = None
+    sample_rows: int = 2000
+    task_memory: int = 1 << 30
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rule not in RULES:
+            raise ValueError(f"rule={self.rule}: one of {', '.join(RULES)}")
         if not 0 < self.recall < 1:
             raise ValueError(f"recall={self.recall}: in (0, 1); 1 would compare every pair")
         if self.clusters is not None and self.clusters < 1:
@@ -51,13 +69,6 @@ class NearConfig:
             raise ValueError(f"sample_rows={self.sample_rows}: at least 100; fewer say nothing about recall")
         if self.task_memory < 256 * MIB:
             raise ValueError(f"task_memory={self.task_memory}: at least {256 * MIB} bytes (256 MiB)")
-        if self.threads < 1:
-            raise ValueError(f"threads={self.threads}: at least 1")
-
-    @property
-    def least(self) -> float:
-        """Similarity from which a pair counts: the cosine, or the share of equal bits for the hash alone."""
-        return 1 - self.phash_distance / 64 if self.method == "phash" else self.similarity
 
     def raised(self, similarity: float) -> NearConfig:
         """The same with a higher ``least``. Raises ValueError for a lower one."""
@@ -83,7 +94,8 @@ class NearConfig:
 class MemoryPlan:
     """What a run needs, in bytes: tasks by step, the driver to decide, disk; and passes over a cluster.
 
-    A cluster is loaded ``tile_rows`` rows of a section at a time; ``passes`` is how often for the largest.
+    ``whole``: to compare the largest cluster in one piece. A task loads ``tile_rows`` rows of a section at a
+    time instead; ``passes`` is how often for that cluster.
     """
 
     train: int
@@ -91,6 +103,7 @@ class MemoryPlan:
     compare: int
     decide: int
     disk: int
+    whole: int
     tile_rows: int
     passes: int
 
@@ -103,6 +116,19 @@ class MemoryPlan:
     def driver_bytes(self) -> int:
         """Most bytes the process that runs the search holds."""
         return max(self.train, self.decide) + LIBRARIES
+
+    def describe(self, task_memory: int, folder: str) -> str:
+        """The plan in one line, held against the memory of a task and the disk that `folder` lies on."""
+        free = shutil.disk_usage(Path(folder).anchor).free
+        return (
+            f"at most {self.task_bytes / GIB:.1f} GiB a task and {self.driver_bytes / GIB:.1f} GiB here;"
+            f" {self.disk / GIB:.1f} GiB of disk, {free / GIB:.0f} GiB are free; the largest cluster needs"
+            f" {self.whole / GIB:.1f} GiB, dedup.task_memory is {task_memory / GIB:.1f} GiB: {passes(self.passes)}"
+        )
+
+
+def passes(count: int) -> str:
+    return f"{count} pass{'es' * (count > 1)}"
 
 
 # One block of the comparison: rows x columns of float32 similarities.
@@ -151,9 +177,10 @@ def memory_plan(
     return MemoryPlan(
         train=training_rows(config, clusters, width) * width * 8 + clusters * width * 8,
         spill=_reading(width, clusters) + math.ceil(min(batch, rows) * placements * _placing(lane)),
-        compare=_comparing(width) + 2 * min(tile, largest) * 8 * (columns + 2),
+        compare=_comparing(width) + _loaded(min(tile, largest), columns),
         decide=involved * 68 + pairs * 160,
         disk=math.ceil(rows * placements * lane + involved * 25),
+        whole=_comparing(width) + _loaded(largest, columns),
         tile_rows=tile,
         passes=math.ceil(largest / tile),
     )
@@ -176,6 +203,11 @@ def _comparing(width: int) -> int:
     """Bytes of one block of products with all its pairs candidates, and of the pairs being verified."""
     block = BLOCK_ROWS * BLOCK_COLUMNS * (4 + 1 + 16)
     return block + VERIFY_SLICE * width * 4 * 3 + VERIFY_PAIRS * 80 + (BLOCK_ROWS + BLOCK_COLUMNS) * width * 8
+
+
+def _loaded(rows: int, columns: int) -> int:
+    """Bytes of two sections of a cluster that are compared, with their factors."""
+    return 2 * rows * 8 * (columns + 2)
 
 
 def tile_rows(config: NearConfig, width: int, columns: int) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import polars as pl
 
-from filters.duplicates.tasks import Commit
+from pipeline import storage
 
 # Rows of one key grouped at a time; about 100 bytes each while they are.
 PASS_ROWS = 50_000_000
@@ -69,7 +69,7 @@ def exact_duplicates(tables: Sequence[Path], target: Path, config: ExactConfig) 
         counts[name] = sum(len(part) for part in parts)
         found += parts
     empty = pl.DataFrame(schema={**dict.fromkeys([*UID, *_kept()], pl.UInt64), "how": pl.String})
-    with Commit(target) as temporary:
+    with storage.commit(str(target)) as temporary:
         pl.concat([empty, *found]).sort(UID).write_parquet(temporary)
     return counts
 

@@ -13,10 +13,12 @@ no decision depends on how rows were blocked.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
+import faiss
 import numpy as np
 import torch
 from scipy import stats
@@ -25,6 +27,8 @@ from filters.duplicates.config import BLOCK_COLUMNS, BLOCK_ROWS, VERIFY_PAIRS, V
 
 PAIR = np.dtype([("a", "<i8"), ("b", "<i8"), ("similarity", "<f8"), ("hamming", "u1")])
 NO_HASH = 255
+# One block of products on a GPU, which needs more of them at a time than a core to be busy: 1 GiB.
+GPU_BLOCK = (8192, 32_768)
 # Share of pairs exactly at the threshold that the sketch may lose; closer ones are lost less.
 MISS = 1e-4
 # Float32 products are good to about 1e-6; what comes this close to the threshold is decided in float64.
@@ -32,6 +36,27 @@ RECHECK = 1e-3
 # What float64 leaves uncertain, in favour of the pair.
 ROUNDING = 1e-12
 SKETCHES = (32, 64, 128, 256)
+
+
+_device: torch.device | None = None
+
+
+def use_device(name: str) -> None:
+    """Where this process computes products from now on: ``cpu`` or ``cuda``."""
+    global _device
+    _device = torch.device(name)
+
+
+def device() -> torch.device:
+    """Where this process computes products: as told, else on a GPU when FAISS and torch have one."""
+    if _device is not None:
+        return _device
+    return torch.device("cuda" if faiss.get_num_gpus() > 0 and torch.cuda.is_available() else "cpu")
+
+
+def block_shape() -> tuple[int, int]:
+    """Rows and columns of a block of products on the device of this process."""
+    return (BLOCK_ROWS, BLOCK_COLUMNS) if device().type == "cpu" else GPU_BLOCK
 
 
 @dataclass(frozen=True)
@@ -124,19 +149,21 @@ def candidate_blocks(
 
     ``triangle``: both sides are the same rows, and only pairs with left index < right index are wanted.
     """
+    height, width = block_shape()
+    left, right = left.to(device()), right.to(device())
     # One buffer for all blocks: a fresh one each costs more in page faults than the product itself.
-    buffer = torch.empty(min(len(left), BLOCK_ROWS) * min(len(right), BLOCK_COLUMNS))
-    for top in range(0, len(left), BLOCK_ROWS):
-        rows = left[top : top + BLOCK_ROWS]
-        for first in range(top if triangle else 0, len(right), BLOCK_COLUMNS):
-            columns = right[first : first + BLOCK_COLUMNS]
+    buffer = torch.empty(min(len(left), height) * min(len(right), width), device=device())
+    for top in range(0, len(left), height):
+        rows = left[top : top + height]
+        for first in range(top if triangle else 0, len(right), width):
+            columns = right[first : first + width]
             product = buffer[: len(rows) * len(columns)].view(len(rows), len(columns))
             torch.mm(rows, columns.T, out=product)
             hit = torch.nonzero(product.amax(1) >= cut).squeeze(1)
             if len(hit) == 0:
                 continue
             where = torch.nonzero(product[hit] >= cut)
-            a, b = (hit[where[:, 0]] + top).numpy(), (where[:, 1] + first).numpy()
+            a, b = (hit[where[:, 0]] + top).cpu().numpy(), (where[:, 1] + first).cpu().numpy()
             if triangle:
                 a, b = a[a < b], b[a < b]
             if len(a):
@@ -189,12 +216,14 @@ def thin_out(
     similarity: float,
 ) -> np.ndarray:
     """Which candidates of one block deserve verification: (p,) bool. Dense blocks are multiplied in full."""
-    if len(a) < BLOCK_ROWS * BLOCK_COLUMNS // 100:
+    if len(a) < math.prod(block_shape()) // 100:
         return np.ones(len(a), dtype=bool)
     rows, row_place = np.unique(a, return_inverse=True)
     columns, column_place = np.unique(b, return_inverse=True)
-    x, y = (torch.from_numpy(_in_order(vectors, ids)) for ids in (left_ids[rows], right_ids[columns]))
-    return ((x @ y.T).numpy()[row_place, column_place] >= similarity - RECHECK).astype(bool)
+    x, y = (
+        torch.from_numpy(_in_order(vectors, ids)).to(device()) for ids in (left_ids[rows], right_ids[columns])
+    )
+    return ((x @ y.T).cpu().numpy()[row_place, column_place] >= similarity - RECHECK).astype(bool)
 
 
 def _in_order(vectors: Vectors, ids: np.ndarray) -> np.ndarray:

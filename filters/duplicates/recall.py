@@ -95,7 +95,7 @@ class ExactNeighbours:
     def __call__(self, task: tuple[int, str]) -> np.ndarray:
         ordinal, shard = task
         block = self.source.load(shard)
-        embeddings = open_embeddings(block.embeddings)
+        embeddings = open_embeddings(block)
         found = [np.empty(0, dtype=PAIR)]
         for start in range(0, len(embeddings), READ_ROWS):
             part = slice(start, start + READ_ROWS)

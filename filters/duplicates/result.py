@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from filters.duplicates.config import PARTITION_PAIRS, READ_PAIRS, NearConfig
 from filters.duplicates.near import NO_HASH, ROUNDING
 from filters.duplicates.recall import RecallEstimate, read_pairs
 from filters.duplicates.rules import RULES, component_labels, keepers, rank_rows
-from filters.duplicates.tasks import Commit
+from pipeline import storage
 
 _NODE = np.dtype([("id", "<i8"), ("uid_hi", "<u8"), ("uid_lo", "<u8"), ("score", "<f8"), ("part", "<i4")])
 _SCHEMA = pa.schema(
@@ -89,36 +88,13 @@ class DuplicateResult:
         return result
 
     def save(self) -> None:
-        with Commit(self.directory / "result.json") as temporary:
-            temporary.write_text(json.dumps({**asdict(self), "directory": None}, indent=1, sort_keys=True))
+        storage.write_json(str(self.directory / "result.json"), {**asdict(self), "directory": None})
 
     @classmethod
     def load(cls, directory: Path) -> DuplicateResult:
         fields = json.loads((directory / "result.json").read_text())
         fields |= {"directory": directory, "config": NearConfig(**fields["config"])}
         return cls(**{**fields, "recall": RecallEstimate(**fields["recall"])})
-
-
-def source_losses(
-    dropped: pl.LazyFrame, rows: pl.LazyFrame, source: str = "source", most: float = 0.5, least_rows: int = 20
-) -> pl.DataFrame:
-    """Sources that lose over ``most`` of their rows as duplicates: source, rows, dropped, share; worst first.
-
-    ``rows`` holds uid_hi, uid_lo and the source column of every live row. Warns with the worst when there is
-    any: one source losing most of its rows usually means a threshold too loose for what it holds.
-    """
-    uid = ["uid_hi", "uid_lo"]
-    lost = dropped.select(uid).unique().with_columns(pl.lit(True).alias("lost"))
-    joined = rows.select(*uid, source).join(lost, on=uid, how="left").group_by(source)
-    counts = joined.agg(
-        pl.len().alias("rows"), pl.col("lost").sum().cast(pl.Int64).alias("dropped")
-    ).collect()
-    share = counts.with_columns((pl.col("dropped") / pl.col("rows")).alias("share"))
-    losing = share.filter((pl.col("share") > most) & (pl.col("rows") >= least_rows))
-    losing = losing.sort("share", source, descending=[True, False])
-    for name, count, gone, part in losing.head(3).iter_rows():
-        warnings.warn(f"source {name} loses {gone} of {count} rows ({part:.0%}) as duplicates", stacklevel=2)
-    return losing
 
 
 def partition_pairs(
@@ -138,9 +114,9 @@ def partition_pairs(
         total += len(earlier)
     parts = max(1, -(-total // PARTITION_PAIRS))
     nodes["part"] = labels % parts
-    with Commit(directory / "partitions", directory=True) as temporary:
-        np.save(temporary / "nodes.npy", nodes)
-        outputs = [open(temporary / f"part-{part:05d}.bin", "wb") for part in range(parts)]
+    with storage.commit_folder(str(directory / "partitions")) as folder:
+        np.save(Path(folder) / "nodes.npy", nodes)
+        outputs = [open(Path(folder) / f"part-{part:05d}.bin", "wb") for part in range(parts)]
         for pairs, earlier, _ in _live_pairs(files, nodes):
             part = nodes["part"][earlier]
             for number, output in enumerate(outputs):
@@ -159,8 +135,10 @@ def _nodes(files: Sequence[str], source: BlockSource, shards: Sequence[str]) -> 
     nodes = np.zeros(len(ids), dtype=_NODE)
     nodes["id"] = ids
     alive = np.zeros(len(ids), dtype=bool)
-    ordinals = ids >> ROW_BITS
+    ordinals, present = ids >> ROW_BITS, set(source.shards)
     for ordinal in np.unique(ordinals).tolist():
+        if shards[ordinal] not in present:
+            continue  # of an earlier run over more shards: not alive in this one
         start, stop = np.searchsorted(ordinals, [ordinal, ordinal + 1])
         rows = ids[start:stop] & ROW_MASK
         block = source.load(shards[ordinal])
@@ -204,7 +182,7 @@ def decide_partitions(work: Path, target: Path, config: NearConfig) -> tuple[int
     table = pa.concat_tables([*parts, _SCHEMA.empty_table()]).sort_by(
         [("uid_hi", "ascending"), ("uid_lo", "ascending")]
     )
-    with Commit(target / "duplicates.parquet") as temporary:
+    with storage.commit(str(target / "duplicates.parquet")) as temporary:
         pq.write_table(table, temporary)
     if work != target:
         _share_partitions(work, target)

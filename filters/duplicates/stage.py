@@ -3,177 +3,141 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import polars as pl
 
-from filters.duplicates.blocks import Block
 from filters.duplicates.config import NearConfig, memory_plan
 from filters.duplicates.exact import ExactConfig, exact_duplicates
+from filters.duplicates.losses import SourceLosses, source_columns
 from filters.duplicates.result import DuplicateResult
-from filters.duplicates.search import NearSearch
-from filters.duplicates.tasks import RayRunner
-from pipeline import cluster, reasons, storage
+from filters.duplicates.search import SEARCHED, NearSearch
+from filters.duplicates.table_blocks import TOWERS, TableBlocks, score_of
+from filters.duplicates.tasks import ray_runner
+from pipeline import reasons, storage
+from pipeline.cluster import ClusterConfig
 from pipeline.decisions import DECISION, Chain, Decisions
 from pipeline.errors import Refused
+from pipeline.scan import Scan
+from pipeline.scorer import ScorerConfig
 from pipeline.tables import TableSet, digest_json
 from pipeline.uids import find_uids
 
 log = logging.getLogger(__name__)
-GIB = 1 << 30
 KEYS = ("sha256", "pixel_hash", "url", "caption")
 EXACT = reasons.register("exact_duplicate", "a better sample has the same bytes, pixels, url or caption")
 NEAR = reasons.register("near_duplicate", "a better sample that was kept is nearly the same image")
-SEARCHED = ("method", "similarity", "phash_distance", "seed", "clusters", "embedding")
+# Rows that are worth a worker of their own.
+WORKER_ROWS = 2_000
 
 
 @dataclass(kw_only=True)
-class DedupConfig:
+class DedupConfig(NearConfig):
     """Which samples are one and the same, and which of them stays: that of the highest score, then lowest uid.
 
     exact: columns of which an equal value makes two samples one (sha256 of the bytes, pixel_hash of the
     decoded frame, url; caption, normalised, only when asked for). near: search near duplicates too.
-    method: `agree` (embedding and perceptual hash both), `embedding` or `phash`. embedding: image or text.
-    similarity: cosine from which two embeddings are near. phash_distance: most differing bits of 64.
-    rule: greedy, semdedup or components. recall: share of near pairs to find. sample_rows: rows compared with
-    the whole pool to set and measure it. task_memory: bytes a task may use. clusters: null sizes them.
+    embedding: image, text, or both (the two side by side: their similarity is the mean of the two cosines).
+    scorer: the network whose embeddings tell duplicates; null is that of the run. The rest as in NearConfig.
     """
 
     exact: list[str] = field(default_factory=lambda: ["sha256", "pixel_hash", "url"])
     near: bool = True
-    method: str = "agree"
     embedding: str = "image"
-    similarity: float = 0.95
-    phash_distance: int = 10
-    rule: str = "greedy"
-    recall: float = 0.99
-    clusters: int | None = None
-    sample_rows: int = 2000
-    task_memory: int = 1 << 30
-    seed: int = 0
+    scorer: ScorerConfig | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         unknown = [k for k in self.exact if k not in KEYS]
         if unknown or len(set(self.exact)) != len(self.exact):
             raise ValueError(f"exact={self.exact}: each at most once of {', '.join(KEYS)}")
-        if self.embedding not in ("image", "text"):
-            raise ValueError(f"embedding={self.embedding}: must be image or text")
-        self.search()
+        if self.embedding not in TOWERS:
+            raise ValueError(f"embedding={self.embedding}: one of {', '.join(TOWERS)}")
 
     def search(self) -> NearConfig:
-        own = ("exact", "near", "embedding")
-        return NearConfig(**{k: v for k, v in asdict(self).items() if k not in own})
-
-
-@dataclass(frozen=True)
-class TableBlocks:
-    """The rows of a run as the near search reads them: what earlier stages kept, exact duplicates left out."""
-
-    tables: TableSet
-    ids: list[str]
-    before: Decisions
-    exact: str | None  # parquet of rows that the exact pass dropped
-    tower: str
-    score: str | None
-    hashed: bool
-    constant: str | None
-
-    @property
-    def shards(self) -> Sequence[str]:
-        return self.ids
-
-    def load(self, shard: str) -> Block:
-        columns = [
-            "uid_hi",
-            "uid_lo",
-            *(["phash"] if self.hashed else []),
-            *([self.score] if self.score else []),
-        ]
-        frame = self.tables.read(shard, columns)
-        alive = self.before.read(shard, ["kept"])["kept"].to_numpy().copy()
-        hi, lo = frame["uid_hi"].to_numpy(), frame["uid_lo"].to_numpy()
-        if self.exact:
-            gone = pl.read_parquet(self.exact, columns=["uid_hi", "uid_lo"])
-            alive[find_uids(gone["uid_hi"].to_numpy(), gone["uid_lo"].to_numpy(), hi, lo) >= 0] = False
-        hashes = None
-        if self.hashed:
-            alive &= frame["phash"].is_not_null().to_numpy()
-            hashes = frame["phash"].fill_null(0).to_numpy()
-        return Block(
-            shard=shard, embeddings=self._vectors(shard, len(frame)),
-            uid_hi=hi, uid_lo=lo, score=_score(frame, self.score), alive=alive, phash=hashes,
-        )  # fmt: skip
-
-    def _vectors(self, shard: str, rows: int) -> str:
-        """The embeddings' file. Where the hash decides alone, one constant column stands in for them."""
-        if self.constant is None:
-            return storage.resolve(self.tables.path(shard, f"{self.tower}.npy"))[1]
-        path = storage.join(self.constant, f"{shard}.npy")
-        if not storage.exists(path):
-            with storage.commit(path) as tmp, open(tmp, "wb") as f:
-                np.save(f, np.ones((rows, 1), np.float16))
-        return path
-
-
-def _score(frame: pl.DataFrame, column: str | None) -> np.ndarray:
-    """float32 (n,); samples of a pool without scores are all equal, so that the uid decides."""
-    if column is None:
-        return np.zeros(len(frame), np.float32)
-    return frame[column].fill_null(np.nan).fill_nan(-np.inf).to_numpy()
+        return NearConfig(**{f.name: getattr(self, f.name) for f in fields(NearConfig)})
 
 
 @dataclass(frozen=True)
 class DedupStage:
-    """Drops duplicates as `exact_duplicate` and `near_duplicate`; pairs go to `duplicates.parquet`.
+    """Drops duplicates as `exact_duplicate` and `near_duplicate`.
+
+    Beside its decisions it leaves `duplicates.parquet` (dropped uid, kept uid, similarity, how) and
+    `duplicates.json` (counts, recall, largest groups, least similar pairs, sources that lose most of their rows).
 
     The near search keeps its clusters and pairs under `home`, beside the tables, and a later run with more
     shards compares only what is new. It works on files, so `home` must be on a filesystem that all workers
-    mount. Raises Refused for a pool whose tables lack what the method needs.
+    mount. `scan_own` gives the tables of the configuration's own scorer. Raises Refused for a pool whose tables
+    lack what the method needs.
     """
 
     config: DedupConfig
     home: str
+    workers: ClusterConfig
+    scan_own: Callable[[ScorerConfig], Scan]
     name: str = "dedup"
 
     def identity(self) -> dict[str, Any]:
-        return asdict(self.config)
+        scorer = self.config.scorer
+        return asdict(self.config) | {"scorer": scorer and {**asdict(scorer), "source": scorer.source()}}
 
     def run(self, chain: Chain) -> Iterator[tuple[str, pl.DataFrame]]:
         before = self._check(chain)
         score = _score_column(chain.tables)
-        folder = Path(storage.resolve(chain.folder)[1])
-        exact = folder / "exact.parquet"
-        keys = [self._keys(chain, before, shard, score, folder) for shard in chain.ids]
-        exact_duplicates(keys, exact, ExactConfig(keys=tuple(self.config.exact)))
-        found = [pl.read_parquet(exact).with_columns(similarity=pl.lit(1.0), reason=pl.lit(EXACT))]
+        counts, exact = self._exact(chain, before, score)
+        # What the exact pass leaves, for the near search to read.
+        between = Decisions(storage.join(chain.folder, "exact"))
+        for shard in chain.ids:
+            between.write(shard, self._drop(before.read(shard), exact))
+        found: dict[str, Any] = {"exact": dict(counts)}
+        pairs = exact.rechunk()
         if self.config.near:
-            result = self._near(chain, before, score, str(exact))
+            result = self._near(chain, between, score)
             near = pl.read_parquet(result.table).with_columns(reason=pl.lit(NEAR))
-            found.append(near)
-            storage.write_json(storage.join(chain.folder, "near.json"), _summary(result))
-        pairs = pl.concat(found, how="diagonal_relaxed").sort("uid_hi", "uid_lo")
+            pairs = pl.concat([exact, near], how="diagonal_relaxed").sort("uid_hi", "uid_lo").rechunk()
+            found["near"] = _summary(result)
         with storage.commit(storage.join(chain.folder, "duplicates.parquet")) as tmp:
             pairs.write_parquet(tmp)
-        hi, lo = pairs["uid_hi"].to_numpy(), pairs["uid_lo"].to_numpy()
+        losses = SourceLosses()
+        sources = source_columns(chain.tables.columns(chain.ids[0]))
         for shard in chain.ids:
             frame = before.read(shard)
-            at = find_uids(hi, lo, frame["uid_hi"].to_numpy(), frame["uid_lo"].to_numpy())
-            yield shard, self._drop(frame, pairs, at)
+            decided = self._drop(frame, pairs)
+            told = chain.tables.read(shard, list(_roots(sources))).select(**sources)
+            losses.add(told, frame["kept"], frame["kept"] & ~decided["kept"])
+            yield shard, decided
+        found["losing_sources"] = _warn(losses).to_dicts()
+        storage.write_json(storage.join(chain.folder, "duplicates.json"), found)
 
     def _check(self, chain: Chain) -> Decisions:
         if chain.before is None:
             raise Refused("stages: dedup needs a stage before it; put filters first")
         if not storage.is_local(self.home):
             raise Refused(f"dedup works on files: out={self.home} must be a folder that all workers mount")
-        if self.config.near and self.config.method != "phash" and chain.tables.identity()["scorer"] is None:
+        scored = self.config.scorer or chain.tables.identity()["scorer"]
+        if self.config.near and self.config.method != "phash" and not scored:
             raise Refused(
-                f"dedup.method={self.config.method}: scorer=none leaves no embeddings; set dedup.method=phash"
+                f"dedup.method={self.config.method}: scorer=none leaves no embeddings; set dedup.method=phash,"
+                " or give dedup.scorer"
             )
         return chain.before
+
+    def _exact(
+        self, chain: Chain, before: Decisions, score: str | None
+    ) -> tuple[Mapping[str, int], pl.DataFrame]:
+        """Rows dropped by each key, and the pairs."""
+        folder = Path(storage.resolve(chain.folder)[1]) / "keys"
+        keys = [self._keys(chain, before, shard, score, folder) for shard in chain.ids]
+        target = folder / "exact.parquet"
+        counts = exact_duplicates(keys, target, ExactConfig(keys=tuple(self.config.exact)))
+        pairs = pl.read_parquet(target).with_columns(similarity=pl.lit(1.0), reason=pl.lit(EXACT))
+        shutil.rmtree(folder)
+        return counts, pairs
 
     def _keys(self, chain: Chain, before: Decisions, shard: str, score: str | None, folder: Path) -> Path:
         """The key columns of one shard, as the exact pass reads them."""
@@ -184,48 +148,38 @@ class DedupStage:
             for c in self.config.exact
         ]
         alive = before.read(shard, ["kept"])["kept"]
-        path = folder / "keys" / f"{shard}.parquet"
+        path = folder / f"{shard}.parquet"
         with storage.commit(str(path)) as tmp:
             frame.select(
-                "uid_hi", "uid_lo", *keys, score=pl.Series(_score(frame, score)), alive=alive
+                "uid_hi", "uid_lo", *keys, score=pl.Series(score_of(frame, score)), alive=alive
             ).write_parquet(tmp)  # fmt: skip
         return path
 
-    def _near(self, chain: Chain, before: Decisions, score: str | None, exact: str) -> DuplicateResult:
-        cluster.connect()
+    def _near(self, chain: Chain, before: Decisions, score: str | None) -> DuplicateResult:
         config = self.config.search()
-        hashed = self.config.method != "embedding"
-        searched = {k: getattr(self.config, k) for k in SEARCHED}
-        home = (
-            Path(storage.resolve(self.home)[1])
-            / f"{storage.name(chain.tables.folder)}-{digest_json(searched, 4)}"
-        )
-        constant = str(home / "constant") if self.config.method == "phash" else None
-        source = TableBlocks(
-            chain.tables, chain.ids, before, exact, self.config.embedding, score, hashed, constant
-        )
-        self._state_memory(chain, before, config)
-        return NearSearch(source, home, config, RayRunner()).run()
-
-    def _state_memory(self, chain: Chain, before: Decisions, config: NearConfig) -> None:
-        """Say what the search will need before it starts."""
+        vectors = self.scan_own(self.config.scorer).tables if self.config.scorer else chain.tables
+        towers = TOWERS[self.config.embedding] if config.method != "phash" else ()
+        settings = [*(getattr(config, name) for name in SEARCHED), list(towers)]
+        name = f"{storage.name(vectors.folder)}-{digest_json(settings, 4)}"
+        home = Path(storage.resolve(self.home)[1]) / name
+        hashed = config.method != "embedding"
+        source = TableBlocks(chain.tables, chain.ids, before, vectors, towers, score, hashed)
         rows = sum(int(before.read(shard, ["kept"])["kept"].sum()) for shard in chain.ids)
-        scorer = chain.tables.identity()["scorer"]
-        width = 1 if scorer is None or config.method == "phash" else scorer["architecture"]["embed_dim"]
-        plan = memory_plan(config, rows, width)
-        log.info(
-            "near search of %s rows: at most %.1f GiB a task, %.1f GiB here to decide, %.1f GiB of disk,"
-            " %d passes over the largest cluster",
-            f"{rows:,}", plan.task_bytes / GIB, plan.driver_bytes / GIB, plan.disk / GIB, plan.passes,
-        )  # fmt: skip
+        width = vectors.identity()["scorer"]["architecture"]["embed_dim"] if towers else 1
+        plan = memory_plan(config, rows, width * max(len(towers), 1))
+        log.info("near search of %s rows: %s", f"{rows:,}", plan.describe(config.task_memory, self.home))
+        with ray_runner(self.workers, rows // WORKER_ROWS + 1) as runner:
+            return NearSearch(source, home, config, runner).run()
 
-    def _drop(self, frame: pl.DataFrame, pairs: pl.DataFrame, at: np.ndarray) -> pl.DataFrame:
-        """`frame` with the rows at `pairs[at]` dropped, where at >= 0 and the row was still in."""
+    def _drop(self, frame: pl.DataFrame, pairs: pl.DataFrame) -> pl.DataFrame:
+        """`frame` without the rows that `pairs` (by uid) names as dropped."""
+        hi, lo = ((pairs[c].to_numpy(), frame[c].to_numpy()) for c in ("uid_hi", "uid_lo"))
+        at = find_uids(hi[0], lo[0], hi[1], lo[1])
         gone = (at >= 0) & frame["kept"].to_numpy()
-        row = pairs[np.where(gone, at, 0)] if len(pairs) else pairs
         if not gone.any():
             return frame
-        cut = np.where(row["reason"] == EXACT, 1.0, self.config.search().least)
+        row = pairs[np.where(gone, at, 0)]
+        cut = np.where(row["reason"] == EXACT, 1.0, self.config.least)
         mask = pl.lit(pl.Series(gone))
         return frame.with_columns(
             kept=pl.col("kept") & ~mask,
@@ -241,6 +195,21 @@ def _score_column(tables: TableSet) -> str | None:
     return f"score_{source['name']}" if source else None
 
 
+def _roots(exprs: Mapping[str, pl.Expr]) -> set[str]:
+    return {name for expr in exprs.values() for name in expr.meta.root_names()}
+
+
+def _warn(losses: SourceLosses) -> pl.DataFrame:
+    """The sources that lose most of their rows, the first of them said aloud."""
+    worst = losses.worst()
+    for kind, source, rows, dropped, share in worst.head(5).iter_rows():
+        log.warning(
+            "warning: %s %s loses %d of %d samples (%.0f %%) as duplicates; look at the least similar pairs"
+            " before you trust that", kind, source, dropped, rows, 100 * share,
+        )  # fmt: skip
+    return worst.head(100)
+
+
 def _summary(result: DuplicateResult) -> dict[str, Any]:
     return {
         "rows": result.rows,
@@ -250,4 +219,5 @@ def _summary(result: DuplicateResult) -> dict[str, Any]:
         "recall": {**asdict(result.recall), "value": result.recall.value if result.recall.checked else None},
         "largest_groups": result.largest_groups(20).to_dicts(),
         "least_similar": result.least_similar(20).to_dicts(),
+        "kept_in": result.directory.name,
     }

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import shutil
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
+
+from filters.duplicates import near
+from pipeline import cluster
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -39,68 +40,41 @@ class LocalRunner:
             torch.set_num_threads(before)
 
 
+class TaskWorker:
+    """The Ray actor: applies functions with its own threads, on its own GPU when it has one."""
+
+    def __init__(self, threads: int) -> None:
+        torch.set_num_threads(threads)
+        near.use_device(cluster.worker_device())
+
+    def apply(self, function: Callable[[Any], Any], numbered: tuple[int, Any]) -> Any:
+        return function(numbered[1])
+
+
 @dataclass(frozen=True)
 class RayRunner:
-    """Core tasks on a running Ray cluster: about twice as many in flight as fit, one awaited at a time.
+    """Tasks on the actors of a pool of TaskWorkers."""
 
-    ``cpus`` and ``memory`` (bytes) are what one task reserves; Ray sets the task's threads to ``cpus``.
-    """
-
-    cpus: int = 1
-    memory: int = 0
+    pool: cluster.ActorPool
 
     def map(self, function: Callable[[Task], Result], tasks: Sequence[Task]) -> Iterator[tuple[int, Result]]:
-        import ray
-
-        options: dict[str, Any] = {"num_cpus": self.cpus, "memory": self.memory or None}
-        remote: Any = ray.remote(_with_threads).options(**options)
-        shared = ray.put(function)
-        window = 2 * max(1, int(ray.cluster_resources().get("CPU", 1)) // self.cpus)
-        flying: dict[Any, int] = {}
-        for index, task in enumerate(tasks):
-            if len(flying) >= window:
-                yield _next_done(ray, flying)
-            flying[remote.remote(shared, task, self.cpus)] = index
-        while flying:
-            yield _next_done(ray, flying)
+        for (index, _), result in self.pool.map("apply", list(enumerate(tasks)), function):
+            yield index, result
 
 
-def _with_threads(function: Callable[[Task], Result], task: Task, threads: int) -> Result:
-    torch.set_num_threads(threads)
-    return function(task)
-
-
-def _next_done(ray: Any, flying: dict[Any, int]) -> tuple[int, Any]:
-    done, _ = ray.wait(list(flying), num_returns=1)
-    return flying.pop(done[0]), ray.get(done[0])
+@contextlib.contextmanager
+def ray_runner(config: cluster.ClusterConfig, units: int) -> Iterator[RayRunner]:
+    """A runner on as many workers as `config` comes to for this many units of work, for as long as it is used."""
+    cluster.connect()
+    workers = cluster.plan_workers(config, units)
+    pool = cluster.ActorPool(workers, TaskWorker, [workers.cpus])
+    try:
+        yield RayRunner(pool)
+    finally:
+        pool.close()
 
 
 def run_all(runner: Runner, function: Callable[[Task], Result], tasks: Sequence[Task]) -> list[Result]:
     """Results of every task, in the order of the tasks."""
     results: dict[int, Result] = dict(runner.map(function, tasks))
     return [results[index] for index in range(len(tasks))]
-
-
-class Commit:
-    """Write under a temporary name, then rename: ``with Commit(path) as temporary``.
-
-    What stands under ``path`` is complete; a task killed midway leaves only a temporary that the next try
-    removes. Works for a file or a directory.
-    """
-
-    def __init__(self, path: Path, *, directory: bool = False):
-        self.path = path
-        self.temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-        self.directory = directory
-
-    def __enter__(self) -> Path:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        for stale in self.path.parent.glob(f".{self.path.name}.*.partial"):
-            shutil.rmtree(stale) if stale.is_dir() else stale.unlink(missing_ok=True)
-        if self.directory:
-            self.temporary.mkdir()
-        return self.temporary
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.temporary.rename(self.path)

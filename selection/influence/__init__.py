@@ -9,12 +9,14 @@ result.verdict                                         # what was removed, or wh
 result.influence.column("utility")                     # delta_if_removed: negative = harmful
 """
 
+from selection.influence.config import SelectionConfig
+from selection.influence.cost import SelectionCost, selection_cost
 from selection.influence.head import FitError, Head, fit_head
 from selection.influence.metrics import Metrics, measure
 from selection.influence.objectives import FAIRNESS, OBJECTIVES, HeldOut, attacked, objective
 from selection.influence.rows import ArrayShard, NpyShard, Rows, Shard
 from selection.influence.score import Influence, influence, score_rows, scoring_cost
-from selection.influence.select import Selection, SelectionConfig, combine, select
+from selection.influence.select import Selection, combine, select
 from selection.influence.solve import Curvature, Leverage, Solution
 
 __all__ = [
@@ -32,6 +34,7 @@ __all__ = [
     "Rows",
     "Selection",
     "SelectionConfig",
+    "SelectionCost",
     "Shard",
     "Solution",
     "attacked",
@@ -43,4 +46,5 @@ __all__ = [
     "score_rows",
     "scoring_cost",
     "select",
+    "selection_cost",
 ]

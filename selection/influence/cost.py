@@ -67,15 +67,15 @@ def selection_cost(
     iterations: conjugate-gradient iterations assumed for a system that is not solved exactly.
     """
     columns = columns_for(classes)
-    size, product = columns * d, 4.0 * rows * d * columns  # a gradient, or a Hessian product: two GEMMs
-    factors = 2.0 * rows * d * d
+    size, gemm = columns * d, 2.0 * rows * d * columns
+    gradient, factors = 2 * gemm, 2.0 * rows * d * d
     dense = 2.0 * rows * size * size + size**3 / 3
     if size <= DENSE_STEP_LIMIT:
-        step, step_passes = product + dense, 2
-    else:  # inexact Newton steps are solved to a tenth and better: half of the iterations on average
-        step, step_passes = product * (1 + iterations / 2) + factors, 2 + iterations // 2
+        step, step_passes = gradient + dense, 2
+    else:  # a Hessian product of K directions is 2K + 1 GEMMs; a Newton step is solved less tightly
+        step, step_passes = gradient + 3 * gemm * iterations / 2 + factors, 2 + iterations // 2
     exact = size <= EXACT_LIMIT
-    solve = dense if exact else product * objectives * (iterations + 1) + factors
+    solve = dense if exact else (2 * objectives + 1) * gemm * (iterations + 1) + factors
     solve_passes = 1 if exact else iterations + 2
     score = scoring_cost(
         n=rows, d=d, classes=classes, objectives=objectives, itemsize=itemsize, leverage=leverage

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from selection.influence.config import SelectionConfig
 from selection.influence.head import Head
 from selection.influence.objectives import HeldOut
 from selection.influence.rows import ArrayShard, Rows
-from selection.influence.select import Selection, SelectionConfig, select
+from selection.influence.select import Selection, select
 
 
 @dataclass(frozen=True)

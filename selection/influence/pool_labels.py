@@ -46,7 +46,7 @@ class Coder:
                 f"{key}: more than {MOST_CLASSES} different values in the pool; they name no classes"
             )
         numbers = all(value.lstrip("-").isdigit() for value in found)
-        return cls(tuple(sorted(found, key=(lambda v: (int(v), v)) if numbers else None)))  # type: ignore[arg-type]
+        return cls(tuple(sorted(found, key=(lambda v: (int(v), v)) if numbers else None)))
 
 
 class LabelRule(Protocol):

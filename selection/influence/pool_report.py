@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -19,9 +19,7 @@ from selection.influence.rows import Rows
 from selection.influence.score import LEVERAGE_CLASSES
 from selection.influence.select import Selection
 from selection.influence.sheet import Tile, draw_sheet
-
-if TYPE_CHECKING:
-    from selection.influence.stage import InfluenceStageConfig
+from selection.influence.stage_config import InfluenceStageConfig
 
 MOST_LABEL_ERRORS = 100_000
 TREE_ROWS, TREE_SHARDS = 20_000, 64  # what the explaining tree sees of a large pool

@@ -17,9 +17,9 @@ from pipeline.decisions import DECISION, Chain, Decisions
 from pipeline.errors import Refused
 from pipeline.scan import Scan
 from pipeline.tables import digest_json
-from selection.influence.cost import SelectionCost, selection_cost
+from selection.influence.config import SelectionConfig
 from selection.influence.head import Head
-from selection.influence.objectives import FAIRNESS, HeldOut
+from selection.influence.objectives import HeldOut
 from selection.influence.on_ray import shard_map
 from selection.influence.pool import TOWERS, Features, PoolRows, Preparation, uid_draw
 from selection.influence.pool_labels import (
@@ -33,8 +33,8 @@ from selection.influence.pool_labels import (
 )
 from selection.influence.pool_report import write_report
 from selection.influence.rows import Rows
-from selection.influence.score import LEVERAGE_CLASSES
-from selection.influence.select import Selection, SelectionConfig, select
+from selection.influence.select import Selection, select
+from selection.influence.stage_config import InfluenceStageConfig
 
 HARMFUL = reasons.register(
     "harmful_influence", "removing it from training is estimated to help the objective on held-out rows"
@@ -43,87 +43,6 @@ HELD_SHARE = 0.2  # of the pool at most: a small pool is not spent on judging it
 PER_CLUSTER = 256  # rows that k-means sees for each cluster
 WORK = "work-"
 log = logging.getLogger(__name__)
-
-
-@dataclass(kw_only=True)
-class InfluenceStageConfig(SelectionConfig):
-    """The settings of `SelectionConfig`, and what rows, labels and held-out sets are.
-
-    embedding: the features: `image`, `text`, or `both` side by side.
-    labels: a column of the tables (`label`, or metadata); `prompts`: zero-shot, the class whose prompts are
-        nearest to the image; `captions`: the class whose prompts are nearest to the caption; or `clusters`.
-        Rows without a label take no part and stay.
-    classes: names of the classes, or a file with one a line; null: the values of the column. A label may also
-        be the number of its class. templates: prompts of a class, averaged. clusters: how many.
-    groups: a column that holds the sensitive group, for the gaps and group_floor; null: none.
-    target: the task: shards, a parquet file or a folder of images, with labels where it has them. It is split
-        into the influence, guard and test sets. null: `held_out` rows of the pool (a fifth at most) serve.
-    guard_share, test_share: of the target's rows. l2: the head's penalty on (1/2)||w||^2 beside *summed*
-        losses. explain_depth: levels of the explaining tree, 0 for none. seed: draws and splits.
-    """
-
-    embedding: str = "image"
-    labels: str = "label"
-    classes: Any = None
-    templates: list[str] = field(default_factory=lambda: ["a photo of a {}"])
-    clusters: int = 10
-    groups: str | None = None
-    target: str | None = None
-    held_out: int = 10_000
-    guard_share: float = 0.3
-    test_share: float = 0.3
-    l2: float = 1.0
-    explain_depth: int = 3
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.embedding not in TOWERS:
-            raise ValueError(f"embedding={self.embedding}: must be {', '.join(TOWERS)}")
-        if self.labels in ("prompts", "captions") and not self.classes:
-            raise ValueError(f"classes=null: labels={self.labels} needs the names of the classes")
-        if not self.templates or any("{}" not in template for template in self.templates):
-            raise ValueError(
-                f"templates={list(self.templates)}: at least one, each with a {{}} for the class"
-            )
-        if self.clusters < 2:
-            raise ValueError(f"clusters={self.clusters}: at least 2")
-        needs_groups = bool(self.group_floor) or bool(set(self.objectives) & set(FAIRNESS))
-        if needs_groups and self.groups is None:
-            raise ValueError("groups=null: fairness objectives and group_floor need the column of the groups")
-        if self.held_out < 10:
-            raise ValueError(f"held_out={self.held_out}: at least 10 rows")
-        for name in ("guard_share", "test_share"):
-            if not 0 < getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: a share between 0 and 1")
-        if self.guard_share + self.test_share >= 1:
-            raise ValueError(f"test_share={self.test_share}: guard_share and test_share must leave a rest")
-        if not self.l2 > 0:
-            raise ValueError(f"l2={self.l2}: greater than 0")
-        if self.explain_depth < 0:
-            raise ValueError(f"explain_depth={self.explain_depth}: 0 or more")
-
-    def class_names(self) -> list[str] | None:
-        """The classes as given, or None to take the column's values. Raises Refused for a file it cannot read."""
-        if not isinstance(self.classes, str):
-            return None if self.classes is None else [str(name) for name in self.classes]
-        path = storage.absolute(self.classes, "selection.classes")
-        if not storage.exists(path):
-            raise Refused(f"selection.classes={self.classes}: no such file; give a list, or one name a line")
-        return [line.strip() for line in storage.read_bytes(path).decode().splitlines() if line.strip()]
-
-    def cost(self, rows: int, d: int, classes: int) -> SelectionCost:
-        """What the stage will cost on `rows` pool rows with features of width d."""
-        return selection_cost(
-            rows=rows, d=d, classes=classes, objectives=len(self.objectives), rounds=self.rounds,
-            leverage=self.corrects(classes),
-        )  # fmt: skip
-
-    def corrects(self, classes: int) -> bool:
-        """Whether estimates are corrected by leverage: as asked for, else with the guard and few classes."""
-        if self.leverage is not None:
-            return self.leverage
-        return self.guard and classes <= LEVERAGE_CLASSES
 
 
 @dataclass(frozen=True)
@@ -213,15 +132,15 @@ class _Work:
 
     def _values(self, key: str, column: str) -> Coder:
         """The distinct values of a table column among the rows that earlier stages kept."""
-        found: set[str] = set()
-        have: set[str] = set()
-        for shard, frame in self.chain.tables.stream(self.chain.ids, [column]):
-            have |= set(self.chain.tables.columns(shard))
-            kept = self.before.read(shard, ["kept"])["kept"]
-            found |= set(frame[column].filter(kept).drop_nulls().cast(pl.String).unique().to_list())
+        some = self.chain.ids[:: max(1, len(self.chain.ids) // 64)]
+        have = {name for shard in some for name in self.chain.tables.columns(shard)}
         if column not in have:
             known = ", ".join([*PSEUDO, *sorted(have)])
             raise Refused(f"{key}={column}: the pool has no such column; choose from {known}")
+        found: set[str] = set()
+        for shard, frame in self.chain.tables.stream(self.chain.ids, [column]):
+            kept = self.before.read(shard, ["kept"])["kept"]
+            found |= set(frame[column].filter(kept).drop_nulls().cast(pl.String).unique().to_list())
         return Coder.of_values(f"{key}={column}", found)
 
     def _sample(self, tower: str, rows: int) -> np.ndarray:
@@ -248,7 +167,8 @@ class _Work:
 
     def _select(self, pool: PoolRows, rows: Rows, sets: dict[str, HeldOut], classes: int) -> Selection:
         config = self.config
-        cost = config.cost(rows.n, rows.width, classes)
+        embed_dim = (rows.width - 1) // len(self.features.towers)
+        cost = config.cost(rows.n, embed_dim, classes)
         log.info("influence of %s rows on %d classes: %s", f"{rows.n:,}", classes, cost.describe())
         checkpoint = storage.join(self.work, "head.npy")
         start = None

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from selection.proof.arms import ARMS, SELECTED
-from selection.proxy.train import Point
+from selection.proxy.clock import Point
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,8 @@ from pipeline.progress import Progress
 from pipeline.tables import digest_json
 from selection.draws import Ints
 from selection.proof.arms import SELECTED, ProofConfig, order
+from selection.proxy.clock import Point
 from selection.proxy.order import batches
-from selection.proxy.train import Point
 
 
 class Judge(Protocol):

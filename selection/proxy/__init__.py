@@ -15,10 +15,11 @@ arguments and the seed alone (to the bit on a CPU). `build_net` gives the bare n
 condensation.
 """
 
+from selection.proxy.clock import Point
 from selection.proxy.images import LabelConfig, LabelledImages, load_images, of_run
 from selection.proxy.nets import build_net
 from selection.proxy.order import batches, epochs, rounds_order
-from selection.proxy.train import Point, Proxy, ProxyConfig, Trained, accuracy, augment, train_proxy
+from selection.proxy.train import Proxy, ProxyConfig, Trained, accuracy, augment, train_proxy
 
 __all__ = [
     "LabelConfig",

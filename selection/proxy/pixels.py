@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import IO, Any, NamedTuple
 
 import numpy as np
@@ -67,6 +67,13 @@ class Images:
 
     def __len__(self) -> int:
         return len(self.texts)
+
+    def take(self, mask: npt.NDArray[np.bool_]) -> Images:
+        """Those that the mask names; their pixels move to memory."""
+        texts = [text for text, wanted in zip(self.texts, mask) if wanted]
+        return replace(
+            self, pixels=self.pixels[mask], texts=texts, uids=self.uids[mask], copies=self.copies[mask]
+        )
 
 
 def of_source(source: Any, text_of: TextOf, image_size: int, decode: DecodeConfig) -> Images:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from selection.draws import Ints
+from selection.proxy.clock import Clocked, run_steps
 from selection.proxy.images import LabelledImages
 from selection.proxy.nets import ARCHS, build_net
 
@@ -62,29 +62,10 @@ class ProxyConfig:
 
 
 @dataclass(frozen=True)
-class Point:
-    """An evaluation. seconds: of training until then, evaluations left out. loss: mean since the last point.
-
-    unique: distinct rows seen until then. accuracy: share of the test images, in [0, 1].
-    """
-
-    step: int
-    samples: int
-    unique: int
-    seconds: float
-    loss: float
-    accuracy: float
-
-
-@dataclass(frozen=True)
-class Trained:
-    """model: in evaluation mode. points: the evaluations, in order. step_seconds: float64 (steps,), each with
-    the drawing of its batch. unique: distinct rows seen in all."""
+class Trained(Clocked):
+    """model: in evaluation mode. points, step_seconds, unique: see `selection.proxy.clock`."""
 
     model: Proxy
-    points: list[Point]
-    step_seconds: np.ndarray
-    unique: int
 
     @property
     def seconds(self) -> float:
@@ -140,24 +121,16 @@ def train_proxy(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         training = _Training(images, config, steps, seed)
-        points, seconds = [], np.zeros(steps)
-        batches, losses = iter(order), []
-        for step in range(steps):
-            started = time.perf_counter()
-            rows = next(batches, None)
-            if rows is None:
-                raise ValueError(f"order: it ended after {step} of {steps} steps")
-            losses.append(training.step(rows, step))
-            due = test is not None and (step + 1) * evaluations // steps > step * evaluations // steps
-            if due and training.device.type == "cuda":
-                torch.cuda.synchronize()
-            seconds[step] = time.perf_counter() - started
-            if due and test is not None:
-                points.append(training.point(step, seconds, torch.stack(losses).mean().item(), test))
-                losses.clear()
-            if on_step is not None:
-                on_step(step + 1)
-        return Trained(training.model.eval(), points, seconds, int(training.seen_rows.sum()))
+        clocked = run_steps(
+            order,
+            steps,
+            training.step,
+            None if test is None else lambda: training.judge(test),
+            rows=len(images),
+            evaluations=evaluations,
+            on_step=on_step,
+        )
+    return Trained(clocked.points, clocked.step_seconds, clocked.unique, training.model.eval())
 
 
 class _Training:
@@ -181,11 +154,8 @@ class _Training:
         self.loss = nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
         self.labels = torch.from_numpy(images.labels)
         self.rng = np.random.default_rng(seed)
-        self.seen, self.seen_rows = 0, np.zeros(len(images), bool)
 
     def step(self, rows: Ints, step: int) -> torch.Tensor:
-        self.seen += len(rows)
-        self.seen_rows[rows] = True
         pixels = augment(self.images.images[rows], self.config.crop, self.config.flip, self.rng)
         for group in self.optimizer.param_groups:
             group["lr"] = self.rates[step]
@@ -197,10 +167,10 @@ class _Training:
         self.optimizer.step()
         return loss.detach()
 
-    def point(self, step: int, seconds: np.ndarray, loss: float, test: LabelledImages) -> Point:
+    def judge(self, test: LabelledImages) -> float:
         result = accuracy(self.model, test)
         self.model.train()
-        return Point(step + 1, self.seen, int(self.seen_rows.sum()), float(seconds.sum()), loss, result)
+        return result
 
 
 def augment(pixels: np.ndarray, crop: int, flip: bool, rng: np.random.Generator) -> np.ndarray:

@@ -21,7 +21,9 @@ def chain(folder: Path, *shards: list) -> Chain:
         scan_shard(make_shard(folder / f"{n}.tar", samples), folder / "out")[0]
         for n, samples in enumerate(shards)
     ]
-    return Chain(TableSet(str(folder / "out")), [r.id for r in reports], None, str(folder / "stage"))
+    return Chain(
+        TableSet(str(folder / "out")), [r.id for r in reports], None, str(folder / "stage"), "digest"
+    )
 
 
 def reasons(stage: FilterStage, given: Chain) -> list[list[str | None]]:

@@ -68,7 +68,7 @@ def common(pool: Path, tiny_scorer: Path, tmp_path_factory: pytest.TempPathFacto
     return [
         f"pool.shards={pool}/*.tar", f"out={tmp_path_factory.mktemp('out')}", f"scorer.weights={tiny_scorer}",
         "filters.dfn.top_fraction=1.0", "selection=influence", "selection.budget=0.2", "selection.l2=0.01",
-        "+pool.json_fields.group=str",
+        "+pool.json_fields.group=str", "selection.explain_depth=0",
     ]  # fmt: skip
 
 
@@ -107,7 +107,7 @@ def test_captions_that_harm_a_task_are_dropped(
 
 def test_files_beside_the_decisions(common: list[str], target: Path) -> None:
     more = ["selection.classes=[red,green,blue]", f"selection.target={target}", "selection.rounds=2"]
-    assert call(curate, *common, *more, "run=files") == 0
+    assert call(curate, *common, *more, "selection.explain_depth=2", "run=files") == 0
     found, table = result(common, "files")
     stage = folder(common, "files") / "stages" / "01-influence"
     assert table.columns == ["uid_hi", "uid_lo", "label", "delta_if_removed_utility", "removed"]
@@ -194,8 +194,8 @@ def test_two_workers_or_none_interrupted_or_not_the_same_bytes(
         (["selection.target=/nowhere"], "selection.target=/nowhere"),
         (["selection.classes=/nowhere.txt"], "no such file"),
         (["selection.budget=1000", "selection.guard=false"], "budget=1000"),
-        (["selection.labels=key"], "no kept row"),
-        (["scorer=none", "~filters.dfn", "filters=[]"], "needs a scorer"),
+        (["selection.labels=url"], "0 different values"),
+        (["selection.labels=prompts", "selection.classes=[one]"], "at least 2"),
         (["stages=[selection]"], "put filters first"),
     ],
 )
@@ -206,3 +206,11 @@ def test_what_cannot_be_worked_with_is_refused_in_one_line(
     line = capfd.readouterr().err.strip().splitlines()[-1]
     assert line.startswith("winnow: ")
     assert message in line
+
+
+def test_a_pool_without_embeddings_is_refused(
+    pool: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [f"pool.shards={pool}/00000.tar", f"out={tmp_path}", "scorer=none", "filters=[caption]"]
+    assert call(curate, *arguments, "filters.caption.languages=null", "selection=influence") == 2
+    assert "it needs a scorer" in capfd.readouterr().err

@@ -13,14 +13,12 @@ from jobs import curate, explain
 from pipeline.lookup import Place, find_samples, rows_of
 from pipeline.manifest import Run
 from pipeline.uids import SUBSET
-from tests.build import call, halves, jpeg, make_pool, make_shard, sample, uid
+from tests.build import call, halves, jpeg, make_pool, make_shard, sample, uid, work_in_process
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that kept, dropped, found a copy, met a uid twice, and could not read one sample."""
-    from tests.conftest import run_in_process
-
     folder = tmp_path_factory.mktemp("finished")
     make_pool(folder / "pool", 2, 4)
     odd = [
@@ -29,7 +27,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]  # fmt: skip
     make_shard(folder / "pool" / "00002.tar", odd)
     with pytest.MonkeyPatch.context() as patch:
-        run_in_process(patch)
+        work_in_process(patch.setattr)
         done = call(
             curate, f"pool.shards={folder}/pool/*.tar", f"out={folder}/out", "scorer=none", "filters=[caption]",
             "filters.caption.languages=null", "dedup=exact",

@@ -13,7 +13,7 @@ import polars as pl
 import pytest
 
 from jobs import curate, reshard, verify
-from tests.build import call, make_pool, make_shard, sample
+from tests.build import call, make_pool, make_shard, sample, work_in_process
 
 RUN = Path("out/runs/default")
 
@@ -21,13 +21,11 @@ RUN = Path("out/runs/default")
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a pool of three shards, a run over it and its training shards."""
-    from tests.conftest import run_in_process
-
     folder = tmp_path_factory.mktemp("finished")
     make_pool(folder / "pool", 3, 6)
     make_shard(folder / "pool" / "00003.tar", [sample(30, jpg=b"junk"), sample(31), sample(32, txt=b"no")])
     with pytest.MonkeyPatch.context() as patch:
-        run_in_process(patch)
+        work_in_process(patch.setattr)
         done = call(
             curate, f"pool.shards={folder}/pool/*.tar", f"out={folder}/out", "scorer=none", "filters=[caption]",
             "filters.caption.languages=null",

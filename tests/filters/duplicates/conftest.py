@@ -46,7 +46,7 @@ def make_pool(tmp_path: Path) -> Callable[..., MemorySource]:
             np.save(path, vectors[rows])
             blocks[path.stem] = Block(
                 shard=path.stem,
-                embeddings=str(path),
+                embeddings=[str(path)],
                 uid_hi=np.zeros(rows.stop - rows.start, np.uint64),
                 uid_lo=uid[rows].astype(np.uint64),
                 score=score[rows],

@@ -10,10 +10,11 @@ from conftest import near_copies, unit
 from hypothesis import given
 from hypothesis import strategies as st
 
-from filters.duplicates import rules
-from filters.duplicates.clusters import HashBands
+from filters.duplicates import near, rules
+from filters.duplicates.clusters import Codebook, HashBands, train_centroids
 from filters.duplicates.compare import pack, plan_units
 from filters.duplicates.config import MIB, NearConfig, memory_plan
+from filters.duplicates.losses import SourceLosses, source_columns
 from filters.duplicates.near import (
     HashTest,
     SketchTest,
@@ -24,7 +25,6 @@ from filters.duplicates.near import (
     thin_out,
 )
 from filters.duplicates.recall import choose_margin, estimate_recall, plant_pairs
-from filters.duplicates.result import source_losses
 
 
 def one_by_one(rows: int, pairs: list[tuple[int, int]]) -> list[bool]:
@@ -168,13 +168,28 @@ def test_planted_pairs_are_at_the_similarity():
     np.testing.assert_allclose((rows[np.arange(25) % 10] * planted).sum(1), 0.9, atol=1e-5)
 
 
-def test_source_that_loses_most_of_its_rows_is_a_warning():
-    rows = pl.LazyFrame({"uid_hi": [0] * 60, "uid_lo": range(60), "source": ["a"] * 30 + ["b"] * 30})
-    dropped = pl.LazyFrame({"uid_hi": [0] * 22, "uid_lo": [*range(20), 40, 41]})
-    rows, dropped = (frame.cast({"uid_hi": pl.UInt64, "uid_lo": pl.UInt64}) for frame in (rows, dropped))
-    with pytest.warns(UserWarning, match=r"source a loses 20 of 30 rows \(67%\)"):
-        losing = source_losses(dropped, rows)
-    assert losing.rows() == [("a", 30, 20, 20 / 30)]
+def test_source_that_loses_most_of_its_rows_is_found():
+    urls = [f"https://user@{'a' if n < 30 else 'b'}.org:80/{n}" for n in range(60)]
+    frame = pl.DataFrame({"shard": ["s"] * 60, "url": urls})
+    told = frame.select(**source_columns(frame.columns))
+    losses = SourceLosses()
+    alive, gone = (
+        pl.Series([True] * 58 + [False] * 2),
+        pl.Series([n < 20 or n in (40, 41) for n in range(60)]),
+    )
+    for half in (slice(0, 45), slice(45, 60)):
+        losses.add(told[half], alive[half], gone[half])
+    assert losses.worst().rows() == [("domain", "a.org", 30, 20, 20 / 30)]
+    assert losses.counts.filter(kind="shard").rows() == [("shard", "s", 58, 22)]
+
+
+def test_forgotten_domains_are_those_of_fewest_rows(monkeypatch):
+    monkeypatch.setattr("filters.duplicates.losses.NAMES", 10)
+    losses = SourceLosses()
+    names = pl.DataFrame({"domain": ["large"] * 30 + [f"small{n}" for n in range(11)]})
+    losses.add(names, pl.Series([True] * 41), pl.Series([True] * 41))
+    assert len(losses.counts) == 5
+    assert losses.worst().rows() == [("domain", "large", 30, 30, 1.0)]
 
 
 def test_plan_states_passes_and_keeps_to_the_memory():
@@ -189,9 +204,49 @@ def test_plan_states_passes_and_keeps_to_the_memory():
     ("field", "value"),
     [
         ("method", "cosine"), ("rule", "first"), ("similarity", 2), ("similarity", 0), ("phash_distance", 17),
-        ("recall", 1), ("clusters", 0), ("sample_rows", 10), ("task_memory", 1), ("threads", 0),
+        ("recall", 1), ("clusters", 0), ("sample_rows", 10), ("task_memory", 1),
     ],
 )  # fmt: skip
 def test_settings_out_of_range_are_refused_by_name(field, value):
     with pytest.raises(ValueError, match=f"{field}={value}: "):
         NearConfig(**{field: value})
+
+
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")),
+]
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_every_device_gives_the_same_pairs_and_placements(name, monkeypatch):
+    """One interface: what a GPU computes, in its larger blocks, is what brute force on the CPU gives."""
+    monkeypatch.setattr("filters.duplicates.near._device", torch.device(name))
+    monkeypatch.setattr("filters.duplicates.near.block_shape", lambda: (64, 128))
+    rng = np.random.default_rng(0)
+    rows = unit(rng.standard_normal((300, 24)))
+    sides = torch.from_numpy(rows)
+    found = [
+        pair
+        for a, b in candidate_blocks(sides, sides, 0.5, triangle=True)
+        for pair in zip(a.tolist(), b.tolist())
+    ]
+    assert sorted(found) == [tuple(p) for p in np.argwhere(np.triu(rows @ rows.T >= 0.5, 1)).tolist()]
+    centroids = train_centroids(rows, NearConfig(), 7)
+    book = Codebook(centroids, rotation(24, 8, 0), 0.1, 1.0, 2.0)
+    home, row, cluster = book.place(rows)
+    products = rows @ centroids.T
+    assert home.tolist() == products.argmax(1).tolist()
+    visits = products.max(1)[:, None] - products <= 0.1
+    visits[np.arange(300), home] = False
+    assert [*zip(row.tolist(), cluster.tolist())] == [tuple(v) for v in np.argwhere(visits).tolist()]
+
+
+def test_the_device_is_the_gpu_where_faiss_has_one(monkeypatch):
+    monkeypatch.setattr(near, "_device", None)  # put back at the end
+    monkeypatch.setattr("faiss.get_num_gpus", lambda: 1)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert near.device().type == "cuda"
+    assert near.block_shape() == near.GPU_BLOCK
+    near.use_device("cpu")  # what a worker without a share of the GPU is told
+    assert near.device().type == "cpu"

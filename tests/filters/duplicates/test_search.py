@@ -12,6 +12,7 @@ from filters.duplicates.config import NearConfig
 from filters.duplicates.near import PAIR
 from filters.duplicates.result import DuplicateResult
 from filters.duplicates.search import NearSearch
+from pipeline.errors import Refused
 
 
 def brute_force(vectors: np.ndarray, similarity: float) -> set[tuple[int, int]]:
@@ -191,14 +192,14 @@ def test_another_width_is_refused_by_name(make_pool, tmp_path):
         make_pool(np.eye(9, dtype=np.float32), name="b"),
     )
     mixed = MemorySource({"x": first.load("00000"), "y": second.load("00000")})
-    with pytest.raises(ValueError, match=r"width 8, .*b/00000.npy of width 9"):
+    with pytest.raises(Refused, match=r"x holds embeddings of width 8, y of width 9"):
         search(mixed, tmp_path / "out")
 
 
 def test_settings_of_a_directory_are_kept_to(make_pool, tmp_path):
     source = make_pool(np.eye(8, dtype=np.float32))
     search(source, tmp_path / "out")
-    with pytest.raises(ValueError, match=r"similarity=0.5: .* was searched with similarity=0.9"):
+    with pytest.raises(Refused, match=r"similarity=0.5: .* was searched with similarity=0.9"):
         search(source, tmp_path / "out", embedding(similarity=0.5))
 
 
@@ -246,5 +247,5 @@ def test_hash_alone_finds_every_pair(make_pool, tmp_path):
 
 
 def test_hashes_missing_is_an_error_that_says_what_to_do(make_pool, tmp_path):
-    with pytest.raises(ValueError, match=r"00000: no perceptual hashes; .*method=embedding"):
+    with pytest.raises(Refused, match=r"00000: no perceptual hashes; .*method=embedding"):
         search(make_pool(np.eye(4, dtype=np.float32)), tmp_path / "out", NearConfig())

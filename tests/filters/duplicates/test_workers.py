@@ -10,7 +10,8 @@ import sys
 import numpy as np
 from conftest import embedding, planted_pool, search
 
-from filters.duplicates.tasks import RayRunner
+from filters.duplicates.tasks import ray_runner
+from pipeline.cluster import ClusterConfig
 
 RUN = """
 import os, signal, sys
@@ -26,7 +27,7 @@ blocks = {}
 for number, path in enumerate(sorted(pool.glob("*.npy"))):
     n = len(np.load(path, mmap_mode="r"))
     uid = np.arange(number * 500, number * 500 + n, dtype=np.uint64)
-    blocks[path.stem] = Block(shard=path.stem, embeddings=str(path), uid_hi=uid * 0, uid_lo=uid,
+    blocks[path.stem] = Block(shard=path.stem, embeddings=[str(path)], uid_hi=uid * 0, uid_lo=uid,
                               score=np.zeros(n), alive=np.ones(n, bool))
 compare.TASK_WORK = 30_000
 
@@ -36,7 +37,7 @@ class Dying(LocalRunner):
             yield index, result
             Dying.done = getattr(Dying, "done", 0) + 1
             if Dying.done == after:
-                (out / "generation-0000" / ".pairs-000099.1.partial").touch()
+                (out / "generation-0000" / "pairs-000099.tmp-1").touch()
                 os.kill(os.getpid(), signal.SIGKILL)
 
 config = NearConfig(method="embedding", similarity=.9, clusters=20)
@@ -56,20 +57,16 @@ def test_killed_half_way_and_resumed(make_pool, tmp_path, monkeypatch):
 
     # 8 surveys, 8 samples, 8 exact checks, 8 training samples, 1 spill, then comparisons.
     assert run("killed", 33) == -signal.SIGKILL
-    assert not list((tmp_path / "killed").rglob("pairs-*"))
+    assert not list((tmp_path / "killed").rglob("pairs-??????"))
     assert run("killed", 33) == -signal.SIGKILL
-    assert list((tmp_path / "killed").rglob("pairs-*"))
+    assert list((tmp_path / "killed").rglob("pairs-??????"))
     assert run("killed", 0) == 0
     monkeypatch.setattr("filters.duplicates.compare.TASK_WORK", 30_000)
     search(source, tmp_path / "whole", embedding(clusters=20))
 
     def files(out: str) -> dict[str, bytes]:
         paths = (tmp_path / out).rglob("*")
-        return {
-            str(p.relative_to(tmp_path / out)): p.read_bytes()
-            for p in paths
-            if p.is_file() and p.suffix != ".partial"
-        }
+        return {str(p.relative_to(tmp_path / out)): p.read_bytes() for p in paths if p.is_file()}
 
     assert files("killed") == files("whole")
 
@@ -78,7 +75,8 @@ def test_one_worker_against_two(make_pool, tmp_path, monkeypatch, ray_cluster):
     monkeypatch.setattr("filters.duplicates.compare.TASK_WORK", 30_000)
     source = make_pool(planted_pool(4000, 32, np.random.default_rng(8))[0])
     search(source, tmp_path / "one", embedding(clusters=20))
-    two = search(source, tmp_path / "two", embedding(clusters=20), RayRunner())
+    with ray_runner(ClusterConfig(workers=2), 2) as runner:
+        two = search(source, tmp_path / "two", embedding(clusters=20), runner)
     assert two.dropped > 780
     for path in sorted(p for p in (tmp_path / "one").rglob("*") if p.is_file()):
         assert path.read_bytes() == (tmp_path / "two" / path.relative_to(tmp_path / "one")).read_bytes(), (
