@@ -56,7 +56,6 @@ class TrainResult:
     steps: int
     samples_seen: int
     parameters: int
-    workers: int
     device: str
     precision: str
     seconds: float
@@ -64,6 +63,7 @@ class TrainResult:
     weights_of_step: int
     held_out: HeldOut | None
     versions: dict[str, str]
+    workers: int = 1
 
     def describe(self) -> str:
         """One line for a person."""
