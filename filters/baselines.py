@@ -55,7 +55,7 @@ class TrustedOrNot(Cut):
 
     trusted: str
     towers: str = "both"
-    rows: int = 50_000
+    rows: int = 20_000
     seed: int = 0
     model: Any = None  # found by `fit`: weights, float64 (d,), and the intercept
 

@@ -76,7 +76,8 @@ class Loop:
             weights = stack.enter_context(fetched(spec.init)) if spec.init else None
             network: Any
             network, self.architecture, self.tokenizer = load_open_clip(spec.model, weights)
-        network.set_grad_checkpointing(config.grad_checkpointing)
+        if config.grad_checkpointing:
+            network.set_grad_checkpointing()
         batch_norm = synchronise(network, world)
         self.model = network.to(self.device).to(memory_format=torch.channels_last)
         width = int(self.architecture["embed_dim"])
