@@ -92,7 +92,7 @@ def _scan_set(config: DictConfig, key: str, name: str, path: str) -> Scan:
     out, where = storage.absolute(config.out, "out"), storage.absolute(path, f"{key}.{name}")
     try:
         folder = storage.join(out, "evaluation", name, fingerprint(where))
-    except Refused as e:
+    except (Refused, FileNotFoundError) as e:
         raise Refused(f"{key}.{name}={path}: there is no such file or folder") from e
     pool = PoolConfig(
         **{**plain(config.pool), "shards": as_shards(where, folder), "default_caption": "an image"}
