@@ -119,23 +119,28 @@ def suspicion(noisy: Noisy) -> dict[str, np.ndarray]:
     started = time.perf_counter()
     head = noisy.fit()
     fitted = time.perf_counter() - started
-    found = label_errors(noisy.rows, head).row
+    delta = influence(noisy.rows, head, [objective("utility", noisy.held, head)]).column("utility")
+    found = label_errors(noisy.rows, head, delta=delta).row
     took = time.perf_counter() - started
     print(
         f"head: test accuracy {noisy.accuracy(head):.4f}, fit {fitted:.1f} s, with label errors {took:.1f} s"
     )
-    term = objective("utility", noisy.held, head)
-    utility = np.argsort(influence(noisy.rows, head, [term]).column("utility"), kind="stable")
+    utility = np.argsort(delta, kind="stable")
     own = head.probabilities(noisy.x)[np.arange(len(noisy.given)), noisy.given]
-    n = len(noisy.given)
-    rest = np.setdiff1d(utility, found, assume_unique=True)
+    alone = label_errors(noisy.rows, head).row
     orders = {
-        "random": np.random.default_rng(1).permutation(n),
+        "random": np.random.default_rng(1).permutation(len(noisy.given)),
         "loss of the head": np.argsort(own, kind="stable"),
-        "winnow, label errors": np.concatenate([found, rest]),
+        "winnow, label errors": first(found, utility),
+        "   without trusted held-out labels": first(alone, np.argsort(own, kind="stable")),
         "winnow, delta_if_removed_utility": utility,
     }
     return orders | confident_learning(noisy, head)
+
+
+def first(some: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """All rows: `some` in their order, then the others in theirs."""
+    return np.concatenate([some, order[~np.isin(order, some)]])
 
 
 def confident_learning(noisy: Noisy, head) -> dict[str, np.ndarray]:
@@ -159,9 +164,8 @@ def confident_learning(noisy: Noisy, head) -> dict[str, np.ndarray]:
         for method in ("self_confidence", "normalized_margin")
     }
     issues = find_label_issues(noisy.given, outside, return_indices_ranked_by="self_confidence", n_jobs=1)
-    rest = ranked["cleanlab, self_confidence"]
-    ranked[f"cleanlab, find_label_issues ({len(issues)})"] = np.concatenate(
-        [issues, rest[~np.isin(rest, issues)]]
+    ranked[f"cleanlab, find_label_issues ({len(issues)})"] = first(
+        issues, ranked["cleanlab, self_confidence"]
     )
     print(f"cleanlab: {FOLDS} folds in {time.perf_counter() - started:.1f} s")
     return ranked
@@ -206,6 +210,7 @@ def train(out: Path, steps: int) -> None:
     labels = LabelConfig(classes=CLASSES)
     images, test = (load_images(f"{out}/{part}/*.tar", labels) for part in ("train", "test"))
     removed = np.load(out / "removed.npy")
+    assert len(images) == len(removed), "every image of the shards is read, in their order"
     config, n, count = ProxyConfig(), len(removed), int(removed.sum())
     arms = {
         "kept by influence": lambda seed: np.flatnonzero(~removed),

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import polars as pl
 
+from pipeline.cluster import ClusterConfig
 from pipeline.tables import TableSet
 
+PoolColumns = Callable[[Sequence[str]], Iterator[pl.DataFrame]]
 F = TypeVar("F", bound="Filter")
-
-
-class PoolColumns(Protocol):
-    """Columns of all readable samples of the pool, a frame a shard; asked for as often as it takes."""
-
-    tables: TableSet
-
-    def __call__(self, columns: Sequence[str]) -> Iterator[pl.DataFrame]: ...
 
 
 @dataclass(frozen=True)
@@ -60,6 +54,14 @@ class Filter(ABC):
     def reasons(self) -> dict[str, str]:
         """This filter's own reasons, each with its explanation."""
         return {}
+
+    def makes(self) -> list[str]:
+        """Those of `columns` that `prepare` makes where the tables do not have them."""
+        return []
+
+    def prepare(self: F, tables: TableSet, ids: Sequence[str], workers: ClusterConfig) -> F:
+        """Columns that are costly are made here, on the cluster and once: they stay with the tables of `ids`."""
+        return self
 
     def fit(self, pool: PoolColumns) -> Filter:
         """A filter whose cut depends on the pool finds it here, from columns of all readable samples."""

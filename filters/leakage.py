@@ -128,7 +128,7 @@ class FindLeaks:
         """Candidate test, rotation of the sketches, and the evaluation set's stand-ins."""
         turned = rotation(width, SKETCH, self.config.seed)
         if self.config.method == "embedding":
-            reach = sketch_reach(self.config.similarity, SKETCH, width)
+            reach = sketch_reach(self.config.cosine, SKETCH, width)
             return SketchTest(reach), turned, (self.evaluation.vectors @ turned).astype(np.float16)
         assert self.evaluation.hashes is not None
         return HashTest(self.config.phash_distance), turned, self.evaluation.hashes
@@ -153,7 +153,7 @@ class FindLeaks:
         else:
             both = np.concatenate([vectors[a], self.evaluation.vectors[b]])
             half = np.arange(len(a))
-            similarity, near = decide(both, half, half + len(a), self.config.similarity)
+            similarity, near = decide(both, half, half + len(a), self.config.cosine)
         pairs = np.empty(int(near.sum()), dtype=PAIR)
         pairs["a"], pairs["b"] = rows[a[near]], self.evaluation.rows[b[near]]
         pairs["similarity"], pairs["hamming"] = similarity[near], bits[near]

@@ -38,36 +38,44 @@ class Cut(Filter):
             )
 
     @abstractmethod
-    def value(self) -> pl.Expr:
-        """The value of each row, from `columns`; the same bits for a row whatever rows are around it."""
+    def needs(self) -> list[str]:
+        """The columns that `value` reads."""
 
     @abstractmethod
-    def what(self) -> str:
-        """The value's name in explanations."""
+    def value(self) -> pl.Expr:
+        """The value of each row; the same bits for a row whatever rows are around it."""
+
+    def columns(self) -> list[str]:
+        return list(dict.fromkeys([*self.needs(), "uid_hi", "uid_lo"]))
 
     def reasons(self) -> dict[str, str]:
-        return {f"{self.name}_below_cut": f"its {self.what()} is below the cut of the filter {self.name!r}"}
+        return {f"{self.name}_below_cut": f"its score is below the cut of the filter {self.name!r}"}
 
     def fit(self, pool: PoolColumns) -> Filter:
         if self.top_fraction is None:
             return self
-        count = sum(len(value) for value, _, _ in self._finite(pool))
+        count = sum(int(np.isfinite(self._values(frame)).sum()) for frame in pool(self.needs()))
         k = top_count(self.top_fraction, count)
         boundary = select_top(lambda: self._finite(pool), count, k) if k else Boundary(np.inf, 0, 0)
         return replace(self, boundary=boundary)
 
+    def _values(self, frame: pl.DataFrame) -> np.ndarray:
+        """float64 (n,), NaN where there is none."""
+        return frame.select(self.value().cast(pl.Float64).fill_null(np.nan)).to_series().to_numpy()
+
     def _finite(self, pool: PoolColumns) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         for frame in pool(self.columns()):
-            value = frame.select(self.value().cast(pl.Float64).fill_null(np.nan)).to_series().to_numpy()
+            value = self._values(frame)
             finite = np.isfinite(value)
             yield value[finite], frame["uid_hi"].to_numpy()[finite], frame["uid_lo"].to_numpy()[finite]
 
     def verdicts(self) -> list[Verdict]:
-        value = self.value().cast(pl.Float64)
+        own = self.value()  # a threshold is held against it in its own precision, as the reference does
+        value = own.cast(pl.Float64)
         reason = f"{self.name}_below_cut"
         finite = Verdict("non_finite_score", ~value.is_finite(), value)
         if self.threshold is not None:
-            return [finite, Verdict(reason, value < self.threshold, value, self.threshold)]
+            return [finite, Verdict(reason, own < self.threshold, value, self.threshold)]
         if self.boundary is None:
             raise RuntimeError("fit the filter to its pool before asking for verdicts")
         return [finite, Verdict(reason, ~self.boundary.includes(value), value, self.boundary.score)]
@@ -79,17 +87,14 @@ class ScoreCut(Cut):
 
     column: str
 
-    def columns(self) -> list[str]:
-        return [self.column, "uid_hi", "uid_lo"]
+    def needs(self) -> list[str]:
+        return [self.column]
 
     def numbers(self) -> list[str]:
         return [self.column]
 
     def value(self) -> pl.Expr:
         return pl.col(self.column)
-
-    def what(self) -> str:
-        return self.column
 
 
 def top_count(fraction: float, n: int) -> int:

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from omegaconf import MISSING, DictConfig
+from omegaconf import MISSING, DictConfig, OmegaConf
 
 from filters.leakage_stage import LeakageConfig
 from jobs.launch import build, launch, plain, register
@@ -20,6 +20,7 @@ from pipeline.decisions import run_chain
 from pipeline.decode import DecodeConfig
 from pipeline.errors import Refused
 from pipeline.manifest import Run, write_outputs
+from pipeline.metadata_scan import scan_metadata
 from pipeline.samples import PoolConfig
 from pipeline.scan import ErrorBudget, scan
 from pipeline.scorer import ScorerConfig
@@ -52,7 +53,11 @@ class CurateConfig:
 
 def run(config: DictConfig) -> None:
     pool = build(config.pool, "pool", PoolConfig)
-    scorer = build(config.scorer, "scorer", ScorerConfig) if config.scorer else None
+    scorer = None
+    if config.scorer and not pool.metadata:
+        scorer = build(config.scorer, "scorer", ScorerConfig)
+    elif config.scorer and not OmegaConf.is_missing(config.scorer, "weights"):
+        raise Refused("scorer.weights: pool.metadata has no images to score; leave the scorer out")
     decode = build(config.decode, "decode", DecodeConfig)
     errors = build(config.errors, "errors", ErrorBudget)
     cluster = build(config.cluster, "cluster", ClusterConfig)
@@ -64,7 +69,10 @@ def run(config: DictConfig) -> None:
     seconds: dict[str, float] = {}
     with storage.lock(here.out):
         started = time.monotonic()
-        scanned = scan(here.out, pool, scorer, decode, cluster, errors)
+        if pool.metadata:
+            scanned = scan_metadata(here.out, pool, cluster, errors)
+        else:
+            scanned = scan(here.out, pool, scorer, decode, cluster, errors)
         seconds["scan"] = round(time.monotonic() - started, 3)
         last, results = run_chain(scanned, stages, here.path("stages"))
         seconds |= {r.name: r.seconds for r in results}

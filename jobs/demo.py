@@ -1,4 +1,4 @@
-"""The main job on the default pool: build it, train a filter on its trusted part, curate, reshard, compare.
+"""The whole chain on the default pool: pool, filter network, curation, shards, proof, report.
 
 python -m jobs.demo out=/tmp/winnow-demo
 """
@@ -14,10 +14,10 @@ import hydra
 import polars as pl
 from omegaconf import MISSING, DictConfig
 
-from jobs import curate, reshard, train_filter
+from jobs import curate, prove, report, reshard, train_filter
 from jobs.demo_pool import DemoPool, DemoPoolConfig
 from jobs.demo_pool import build as build_pool
-from jobs.launch import build, launch, register
+from jobs.launch import build, launch, plain, register
 from pipeline import storage
 from pipeline.manifest import Run
 from pipeline.progress import Progress
@@ -26,11 +26,19 @@ from pipeline.samples import format_uid
 RIGHT = ("clean", "exact_dup", "near_dup")  # kinds whose caption fits its picture
 TOP_FRACTION = 0.5
 SAMPLES_SEEN = 40_000  # a minute or two on two cores
+ROUNDS = 10
+ARMS = (
+    "full_short",
+    "static",
+    "rs2",
+    "subset",
+    "subset_rs2",
+)  # all but the whole pool in full, which takes longest
 
 
 @dataclass(kw_only=True)
 class DemoConfig:
-    """out: a local folder for pool, filter, tables, run and training shards; about 200 MB."""
+    """out: a local folder for pool, filter, tables, run and training shards; about 300 MB."""
 
     out: str = MISSING
     pool: DemoPoolConfig = field(default_factory=DemoPoolConfig)
@@ -40,19 +48,28 @@ def run(node: DictConfig) -> None:
     config = build(node, "", DemoConfig)
     out = Path(storage.absolute(config.out, "out"))
     pool = _say(
-        "1/4  the pool: drawings with names, some pairs swapped, copied or damaged",
+        "1/6  the pool: drawings with names, some pairs swapped, copied or damaged",
         lambda: _pool(config, out),
     )
-    _say("2/4  the filter network, trained on the trusted part", lambda: _train(pool, out))
-    _say("3/4  curate: scan, score, keep the best half", lambda: _curate(pool, out))
-    _say("4/4  training shards for open_clip", lambda: _reshard(out))
+    _say("2/6  the filter network, trained on the trusted part", lambda: _train(pool, out))
+    _say(
+        "3/6  curate: keep the best half, drop duplicates and what harms, draw rounds",
+        lambda: _curate(pool, out),
+    )
+    _say("4/6  training shards for open_clip", lambda: _reshard(out))
+    _say(
+        "5/6  proof: small networks trained on what was chosen, and on what was not",
+        lambda: _prove(pool, out),
+    )
+    _say("6/6  the report", lambda: _report(out))
     _compare(Run(str(out / "winnow"), "default"), pool)
     print(
         f"\nEverything lies under {out}:\n"
         f"  pool/trusted, pool/pool      the shards, and pool/truth.parquet with what is wrong in them\n"
         f"  filter/                      the trained network, with its loss in curve.png\n"
-        f"  winnow/runs/default/         subset.npy, manifest.parquet, decisions/, receipt.json\n"
-        f"  train/                       the training shards"
+        f"  winnow/runs/default/         subset.npy, manifest.parquet, decisions/, receipt.json, rounds/, proof/\n"
+        f"  train/                       the training shards\n"
+        f"Open this in a browser:\n{out}/winnow/runs/default/report.html"
     )
 
 
@@ -87,14 +104,33 @@ def _train(pool: DemoPool, out: Path) -> None:
 
 
 def _curate(pool: DemoPool, out: Path) -> None:
-    _job(
-        "curate", curate.run, f'pool.shards="{pool.pool}"', f'out="{out}/winnow"',
-        f'scorer.weights="{out}/filter"', f"filters.dfn.top_fraction={TOP_FRACTION}",
+    overrides = (
+        f'pool.shards="{pool.pool}"', f'out="{out}/winnow"', f'scorer.weights="{out}/filter"',
+        f"filters.dfn.top_fraction={TOP_FRACTION}", "dedup=near", "selection=influence",
+        f'selection.target="{pool.trusted}"', f"rounds.rounds={ROUNDS}",
     )  # fmt: skip
+    receipt = out / "winnow" / "runs" / "default" / "receipt.json"
+    asked = plain(hydra.compose("curate", overrides=list(overrides)))
+    if receipt.exists() and storage.read_json(str(receipt))["config"] == asked:
+        print("   is there already")  # a second run would open no shard, and not know what the scan took
+        return
+    _job("curate", curate.run, *overrides)
 
 
 def _reshard(out: Path) -> None:
     _job("reshard", reshard.run, f'out="{out}/winnow"', f'to="{out}/train"', "shard_size=1000")
+
+
+def _prove(pool: DemoPool, out: Path) -> None:
+    """Judged on the first shards of the trusted part."""
+    _job(
+        "prove", prove.run, f'out="{out}/winnow"', f'evaluate="{pool.trusted}/0000[0-3].tar"', f"arms=[{','.join(ARMS)}]",
+        f"epochs={ROUNDS}", "evaluations=5", "proxy.width=8",
+    )  # fmt: skip
+
+
+def _report(out: Path) -> None:
+    _job("report", report.run, f'out="{out}/winnow"')
 
 
 def _compare(done: Run, pool: DemoPool) -> None:

@@ -122,7 +122,7 @@ def run_whole(
     if config.explain_depth:
         result["explanations"] = draw_explanations(file, scores, config, out)
     if classes_of(file) <= LEVERAGE_CLASSES:
-        candidates = pl.DataFrame(asdict(label_errors(rows, selection.base)))
+        candidates = pl.DataFrame(asdict(label_errors(rows, selection.base, delta=scores.utility)))
         write_table(out, "label_errors.parquet", candidates)
         result["label_error_candidates"] = len(candidates)
     if config.label_next and file.unlabelled is not None:

@@ -14,13 +14,15 @@ import time
 import pyarrow.parquet as pq
 from omegaconf import DictConfig
 
-from filters.duplicates.config import memory_plan
+from filters.duplicates.config import memory_plan, passes
+from filters.duplicates.table_blocks import TOWERS
 from jobs.launch import launch
 from jobs.plan_checks import Plan, existing, out_folder
 from jobs.stages import filter_stage
 from pipeline import cluster, storage
 from pipeline.cluster import Workers
 from pipeline.decode import DecodeConfig
+from pipeline.errors import Refused
 from pipeline.estimate import (
     Cost,
     PoolSize,
@@ -39,11 +41,18 @@ from pipeline.shards import SHARD_SUFFIXES, CountFiles, expand
 NEAR_SECONDS = 83e-6  # a row of 512 numbers, one core, in a pool of a million (docs/scale.md)
 LEAK_FLOPS = 50e9  # hash products a second, one core
 CODE_BITS = 64
+HEAD_FLOPS = 11e9  # products of a head in float64 a second, one busy core (benchmarks/influence.py)
+SCORE_BYTES = 40  # of disk, a row of the influence stage
+SOME_CLASSES = 100  # where the labels of the pool say how many there are
 
 
 def run(config: DictConfig) -> None:
     age = process_age()
     started = time.monotonic()
+    if config.pool.metadata:
+        raise Refused(
+            "pool.metadata: a plan reads a shard, and such a pool has none; docs/scale.md has its costs"
+        )
     plan = Plan(config)
     plan.check()
     here = plan.survey()
@@ -127,15 +136,27 @@ def _others(
         note = f"reckoned: {images:,} evaluation images, scanned and compared with {rows:,} rows"
         costs.append(Cost("leakage", images / pace + flops / LEAK_FLOPS / cores, note=note))
     if dedup and dedup.near:
-        width = 1 if dedup.method == "phash" else max(_width(here), 1)
+        towers = len(TOWERS[dedup.embedding])
+        width = 1 if dedup.method == "phash" else max(_width(here), 1) * towers
         need = memory_plan(dedup.search(), rows, width)
         seconds = rows * NEAR_SECONDS * max(width, 64) / 512 * max(rows / 1e6, 1.0) ** 0.05 / cores
         memory = f"{human(need.task_bytes)} a task, {human(need.driver_bytes)} to decide"
-        costs.append(
-            Cost("dedup", seconds, memory, need.disk, note=f"reckoned for {rows:,} rows, docs/scale.md")
+        note = (
+            f"reckoned for {rows:,} rows; the largest cluster needs {human(need.whole)},"
+            f" dedup.task_memory is {human(dedup.task_memory)}: {passes(need.passes)}"
         )
+        costs.append(Cost("dedup", seconds, memory, need.disk, note=note))
     elif dedup:
         costs.append(Cost("dedup", 5e-6 * rows, note="reckoned; exact duplicates alone"))
+    selection = plan.parts["selection"]
+    if selection:
+        classes = selection.expected_classes() or SOME_CLASSES
+        work = selection.cost(rows, max(_width(here), 1), classes)
+        memory = f"{human(work.worker_bytes)} a task, {human(work.driver_bytes)} to decide"
+        note = f"reckoned for {rows:,} rows, {classes} classes: {work.describe()}"
+        costs.append(
+            Cost("influence", work.flops / HEAD_FLOPS / cores, memory, rows * SCORE_BYTES, note=note)
+        )
     return costs
 
 

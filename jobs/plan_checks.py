@@ -24,6 +24,7 @@ from pipeline.errors import Refused, WinnowError
 from pipeline.samples import PoolConfig
 from pipeline.scan import ErrorBudget, Survey, survey
 from pipeline.scorer import ScorerConfig
+from selection.influence.stage_config import InfluenceStageConfig
 
 SECTIONS: dict[str, type] = {
     "pool": PoolConfig,
@@ -33,6 +34,7 @@ SECTIONS: dict[str, type] = {
     "scorer": ScorerConfig,
     "leakage": LeakageConfig,
     "dedup": DedupConfig,
+    "selection": InfluenceStageConfig,
 }
 READ_AHEAD = 16  # shards of which the first bytes are read
 T = TypeVar("T")
@@ -97,11 +99,21 @@ class Plan:
         for name, path in (self.parts["leakage"].sets if self.parts["leakage"] else {}).items():
             if not storage.exists(storage.absolute(path, f"leakage.sets.{name}")):
                 self.problems.lines.append(f"leakage.sets.{name}={path}: nothing is there")
-        if self.parts["leakage"] and self.parts["leakage"].sets and not self.config.scorer:
-            self.problems.lines.append("leakage.sets: comparing with evaluation sets needs a scorer")
-        dedup = self.parts["dedup"]
-        if dedup and dedup.near and dedup.method != "phash" and not self.config.scorer:
+        leakage, dedup = self.parts["leakage"], self.parts["dedup"]
+        if leakage and leakage.sets and leakage.method != "phash" and not self.config.scorer:
+            self.problems.lines.append(
+                f"leakage.method={leakage.method}: needs a scorer; set leakage.method=phash"
+            )
+        if dedup and dedup.near and dedup.method != "phash" and not (self.config.scorer or dedup.scorer):
             self.problems.lines.append(f"dedup.method={dedup.method}: needs a scorer; set dedup.method=phash")
+        selection = self.parts["selection"]
+        if selection:
+            self.problems.tried(selection.class_names)
+            target = selection.target
+            if target and not storage.exists(storage.absolute(target, "selection.target")):
+                self.problems.lines.append(f"selection.target={target}: nothing is there")
+            if not self.config.scorer:
+                self.problems.lines.append("selection=influence works on embeddings: it needs a scorer")
 
     def survey(self) -> Survey | None:
         """Pool and scorer; None when a part of them is wrong already."""

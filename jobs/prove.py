@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import MISSING, DictConfig
 
-from filters.network.result import read_summary
+from filters.network.result import SUMMARY
 from jobs.launch import build, launch, plain, register
 from jobs.prove_clip import ClipConfig, ClipJudge, image_size
 from pipeline import storage
@@ -26,6 +26,7 @@ from selection.proof.result import Costs, Proof, summarise
 from selection.proof.trainings import Judge, train_all
 from selection.proxy import LabelConfig, LabelledImages, ProxyConfig, load_images, pixels
 from selection.proxy.images import labelled, text_of
+from selection.quotas import round_size
 
 JUDGES = ("labels", "zero_shot", "retrieval")
 HELD_OUT, HELD_OUT_SHARE = 1_000, 0.1  # pairs of the pool that judge retrieval, at most
@@ -99,6 +100,11 @@ def make_judge(here: Run, config: ProveConfig) -> tuple[Judge, float]:
         judge, images = _clip_judge(here, config)
     if not len(judge.subset) and set(SELECTED) & set(config.arms):
         raise Refused(f"{here.folder}: no sample that could be trained on was kept; nothing to prove")
+    for entries in [judge.pool, *([len(judge.subset)] if "subset_rs2" in config.arms else [])]:
+        try:
+            round_size(entries, config.ratio)
+        except ValueError as e:
+            raise Refused(str(e)) from None
     return judge, images.seconds / len(images)
 
 
@@ -164,9 +170,9 @@ def selection_seconds(here: Run, scan_seconds: float | None) -> dict[str, float]
     receipt = here.receipt()
     spent: dict[str, float] = {}
     weights = (receipt["config"].get("scorer") or {}).get("weights")
-    network = read_summary(weights) if weights and storage.exists(weights) else None
-    if network:
-        spent["filter network"] = network.seconds
+    summary = storage.join(weights or "", SUMMARY)  # there is one when jobs.train_filter made the weights
+    if weights and storage.exists(summary):
+        spent["filter network"] = storage.read_json(summary)["seconds"]
     spent["scan"] = _scan_seconds(here, receipt) if scan_seconds is None else scan_seconds
     return spent | {k: s for k, s in receipt["seconds"].items() if k != "scan"}
 

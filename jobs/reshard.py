@@ -46,6 +46,11 @@ def run(node: DictConfig) -> None:
     here = Run(storage.absolute(config.out, "out"), config.run)
     to = storage.absolute(config.to, "to")
     tables = here.tables()
+    if tables.identity()["pool"].get("metadata"):
+        raise Refused(
+            f"run={config.run}: its pool is metadata alone, without images; scan the shards (jobs.curate"
+            f" pool.shards=...) and give that run subset={here.path('subset.npy')}"
+        )
     manifest, subset = here.path("manifest.parquet"), here.path("subset.npy")
     if config.subset:
         subset = storage.absolute(config.subset, "subset")

@@ -47,7 +47,7 @@ def filter_stage(config: DictConfig) -> Stage:
         build_target(node, f"filters.{name}", Filter).named(str(name))
         for name, node in config.filters.items()
     ]
-    return FilterStage(built)
+    return FilterStage(built, build(config.cluster, "cluster", ClusterConfig))
 
 
 def leakage_stage(config: DictConfig) -> Stage:
@@ -65,9 +65,8 @@ def dedup_stage(config: DictConfig) -> Stage:
     def scan_own(scorer: ScorerConfig) -> Scan:
         return scan(out, pool, scorer, decode, workers, errors)
 
-    node = config.dedup.copy()
-    node.scorer = node.scorer or None  # the choice `none` is empty
-    return DedupStage(build(node, "dedup", DedupConfig), storage.join(out, "duplicates"), workers, scan_own)
+    dedup = build(config.dedup, "dedup", DedupConfig)
+    return DedupStage(dedup, storage.join(out, "duplicates"), workers, scan_own)
 
 
 def selection_stage(config: DictConfig) -> Stage:

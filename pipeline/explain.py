@@ -105,9 +105,9 @@ class Explanation:
         lines = [
             f"{format_uid(*self.uid)}: {'kept' if self.kept else f'out: {self.verdicts[-1].reason}'}",
             f"  lies in   {f['shard']}",
-            f"            key {f['key']!r}, row {self.place.row}"
+            f"            key {f.get('key')!r}, row {self.place.row}"
             + (f", image at byte {f['offset']:,}, {f['size']:,} bytes" if f.get("size") else ", no image"),
-            f"  caption   {f['caption']!r}",
+            f"  caption   {f.get('caption')!r}",
         ]
         lines += [
             f"  {k:9} {_plain(v)}" for k, v in f.items() if k not in (*HIDDEN, "caption") and v is not None

@@ -93,6 +93,7 @@ def write_outputs(
     Raises WinnowError when shards, decisions, manifest and subset do not tell the same numbers.
     """
     storage.remove_tree(run.path("receipt.json"))  # it vouches for the rest, so it goes first and comes last
+    storage.remove_tree(run.path("report.html"))  # of what was here before
     accounts = []
     sorter = UidSorter()
     columns = [scan.column] if scan.column else []

@@ -21,6 +21,8 @@ class PoolConfig:
     """Where the pool is and how its samples are to be read.
 
     shards: path, glob, braces, folder, URL, or a list of these.
+    metadata: the same for metadata parquet files (with their npz beside them), in place of shards: a pool that is
+        decided upon without reading a shard. Files that lie beside shards are found without it.
     missing: `error` lists absent shards and stops; `skip` goes on without them.
     caption_field, label_field: json fields that stand in for a txt / cls member.
     default_caption: what samples without any caption get (labelled images); null rejects them.
@@ -29,7 +31,8 @@ class PoolConfig:
         `<stem>.parquet` beside the shard takes precedence.
     """
 
-    shards: Any
+    shards: Any = None
+    metadata: Any = None
     missing: str = "error"
     caption_field: str = "caption"
     default_caption: str | None = None
@@ -40,8 +43,12 @@ class PoolConfig:
     )
 
     def __post_init__(self) -> None:
-        if not self.shards:
+        if not self.shards and not self.metadata:
             raise ValueError("shards: give a path, glob, braces, folder or URL, or a list of these")
+        if self.shards and self.metadata:
+            raise ValueError(
+                "metadata: give it or shards, not both; metadata beside shards is found by itself"
+            )
         if self.missing not in ("error", "skip"):
             raise ValueError(f"missing={self.missing}: must be error or skip")
         if self.invalid_uid not in ("reject", "synthesise"):
@@ -52,7 +59,7 @@ class PoolConfig:
 
     def reading(self) -> dict[str, Any]:
         """The settings that decide what a sample reads as (not where the pool lies)."""
-        return {k: v for k, v in asdict(self).items() if k not in ("shards", "missing")}
+        return {k: v for k, v in asdict(self).items() if k not in ("shards", "metadata", "missing")}
 
 
 @dataclass(slots=True)

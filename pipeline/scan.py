@@ -80,7 +80,7 @@ class Scan:
         return [r.id for r in self.reports]
 
     def rejected(self) -> dict[str, int]:
-        return dict(sorted(_tally(self.reports).items()))
+        return dict(sorted(tally(self.reports).items()))
 
 
 class ScanWorker:
@@ -134,7 +134,7 @@ def scan(
     reports = [done[shard_id(s)] for s in here.found]
     if not any(r.status.get("ok") for r in reports):
         raise Refused(f"no sample of the pool can be read: {_why(reports)}")
-    errors.check(_tally(reports), sum(r.samples for r in reports), reports)
+    errors.check(tally(reports), sum(r.samples for r in reports), reports)
     storage.write_json(listing, [asdict(r) for r in reports])
     return Scan(tables, reports, column, len(tasks))
 
@@ -297,7 +297,7 @@ def _run(
     workers = cluster.plan_workers(config, len(tasks))
     setup, total = here.worker_setup(here.tables.folder, decode), len(here.found)
     fresh: dict[str, ShardReport] = {}
-    counts, samples = _tally(done.values()), sum(r.samples for r in done.values())
+    counts, samples = tally(done.values()), sum(r.samples for r in done.values())
     with Progress("scan", total, done=total - len(tasks)) as progress:
         for _task, report in cluster.map_actors(workers, ScanWorker, [setup, workers.cpus], "scan", tasks):
             fresh[report.id] = report
@@ -312,7 +312,7 @@ def _run(
     return fresh
 
 
-def _tally(reports: Iterable[ShardReport]) -> Counter[str]:
+def tally(reports: Iterable[ShardReport]) -> Counter[str]:
     """Rejected samples by reason."""
     counts: Counter[str] = Counter()
     for r in reports:
@@ -322,5 +322,5 @@ def _tally(reports: Iterable[ShardReport]) -> Counter[str]:
 
 def _why(reports: Sequence[ShardReport]) -> str:
     damaged = [f"{storage.name(r.shard)}: {r.detail}" for r in reports if r.damage]
-    parts = [f"{n} {reason}" for reason, n in _tally(reports).most_common()] or ["the shards hold none"]
+    parts = [f"{n} {reason}" for reason, n in tally(reports).most_common()] or ["the shards hold none"]
     return "; ".join([*parts, *damaged[:5]])

@@ -71,8 +71,10 @@ class ShardIndex:
 # ---------------------------------------------------------------- finding shards
 
 
-def expand(spec: str | Sequence[str]) -> list[str]:
-    """Shard paths for a path, glob, `{00000..00127}` braces, folder or URL, or a list of these.
+def expand(
+    spec: str | Sequence[str], suffixes: tuple[str, ...] = SHARD_SUFFIXES, key: str = "pool.shards"
+) -> list[str]:
+    """Paths of shards (or of files with other `suffixes`) for a path, glob, `{00000..00127}` braces, folder or URL, or a list of these.
 
     Globs and folders come sorted, lists in the order given. Raises Refused when nothing matches or a
     shard is named twice. Brace expressions name shards that may not exist: see `missing`.
@@ -81,21 +83,21 @@ def expand(spec: str | Sequence[str]) -> list[str]:
     found: list[str] = []
     for pattern in patterns:
         for path in braceexpand.braceexpand(pattern) if "{" in pattern else [pattern]:
-            found += _match(storage.absolute(path, "pool.shards"))
+            found += _match(storage.absolute(path, key), suffixes)
     repeated = [p for p, n in Counter(found).items() if n > 1]
     if repeated:
-        raise Refused(f"pool.shards names {len(repeated)} shards twice, {repeated[0]} among them")
+        raise Refused(f"{key} names {len(repeated)} files twice, {repeated[0]} among them")
     if not found:
-        raise Refused(f"pool.shards={spec}: no shard found there (looked for {', '.join(SHARD_SUFFIXES)})")
+        raise Refused(f"{key}={spec}: nothing found there (looked for {', '.join(suffixes)})")
     return found
 
 
-def _match(path: str) -> list[str]:
+def _match(path: str, suffixes: tuple[str, ...]) -> list[str]:
     fs, p = storage.resolve(path)
     if globbing.has_magic(p) and not fs.exists(p):
         return sorted(_spell(path, q) for q in fs.glob(p))
-    if not p.endswith(SHARD_SUFFIXES) and fs.isdir(p):
-        return sorted(_spell(path, q) for q in fs.ls(p, detail=False) if q.endswith(SHARD_SUFFIXES))
+    if not p.endswith(suffixes) and fs.isdir(p):
+        return sorted(_spell(path, q) for q in fs.ls(p, detail=False) if q.endswith(suffixes))
     return [path]
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline import storage
+from pipeline import npz, storage
 from pipeline.errors import Refused
 from pipeline.samples import Sample, format_uid
 from pipeline.shards import stem
@@ -56,14 +54,16 @@ def read(path: str) -> Sidecar:
     by = next((c for c in ("uid", "key") if c in table.column_names), None)
     if by is None:
         raise Refused(f"{path}: no uid and no key column, so its rows cannot be matched with samples")
-    _check_npz(path, table.num_rows)
-    types = {f.name: _plain(f.type) for f in table.schema if _plain(f.type) is not None and f.name != by}
+    npz.check_rows(path, table.num_rows)
+    types = {
+        f.name: plain_type(f.type) for f in table.schema if plain_type(f.type) is not None and f.name != by
+    }
     names = [str(v).lower() if by == "uid" else str(v) for v in table[by].to_pylist()]
     columns = table.select(list(types)).cast(pa.schema(types))
     return Sidecar(by, types, dict(zip(names, columns.to_pylist())))
 
 
-def _plain(kind: pa.DataType) -> pa.DataType | None:
+def plain_type(kind: pa.DataType) -> pa.DataType | None:
     """The column type a scalar is kept as; None for lists, structs and binaries."""
     if pa.types.is_integer(kind):
         return pa.uint64() if kind == pa.uint64() else pa.int64()
@@ -72,24 +72,3 @@ def _plain(kind: pa.DataType) -> pa.DataType | None:
     if pa.types.is_boolean(kind):
         return pa.bool_()
     return pa.string() if pa.types.is_string(kind) or pa.types.is_large_string(kind) else None
-
-
-def _check_npz(parquet: str, rows: int) -> None:
-    path = parquet.removesuffix(".parquet") + ".npz"
-    if not storage.exists(path):
-        return
-    with storage.open_file(path) as f, zipfile.ZipFile(f) as archive:
-        for entry in archive.namelist():
-            with archive.open(entry) as member:
-                version = np.lib.format.read_magic(member)
-                read = (
-                    np.lib.format.read_array_header_1_0
-                    if version == (1, 0)
-                    else np.lib.format.read_array_header_2_0
-                )
-                count = read(member)[0][0]
-            if count != rows:
-                raise Refused(
-                    f"{path}: {entry.removesuffix('.npy')} has {count} rows, {storage.name(parquet)} has {rows};"
-                    " they belong together by row position"
-                )

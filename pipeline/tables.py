@@ -3,6 +3,7 @@
 features/<table set>/<shard id>.parquet     one row a sample, in shard order
 features/<table set>/<shard id>.image.npy   float16 (rows, d), unit length, NaN where there is none
 features/<table set>/<shard id>.text.npy
+features/<table set>/<shard id>.<column>.parquet   a column that was made later, see `write_column`
 features/<table set>/<shard id>.json        the shard's report; written last, so it commits the rest
 features/<table set>/set.json               what the tables were made with
 """
@@ -10,6 +11,7 @@ features/<table set>/set.json               what the tables were made with
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 from collections import deque
@@ -25,12 +27,13 @@ import pyarrow.parquet as pq
 
 from pipeline import storage
 from pipeline.errors import WinnowError
+from pipeline.metadata import Source
 from pipeline.shards import stem
 
 TABLE_VERSION = 1
+HELD = 1 << 29  # bytes: a pass over 20 million uids and scores
 ROW_GROUP = 8192
 TYPES = {"str": pa.string(), "int": pa.int64(), "float": pa.float64(), "bool": pa.bool_()}
-EMBEDDINGS = {"embedding_image": "image", "embedding_text": "text"}  # as columns, and the tower of each
 NAME = pa.dictionary(pa.int32(), pa.string())
 BASE = {
     "uid_hi": pa.uint64(),
@@ -123,8 +126,11 @@ class TableSet:
         return storage.read_json(storage.join(self.folder, "set.json"))
 
     def schema(self, shard: str) -> pa.Schema:
+        """The table's own columns and those of its metadata file; columns derived later are not among them."""
         with storage.open_file(self.path(shard, "parquet")) as f:
-            return pq.read_schema(f)
+            own = pq.read_schema(f)
+        source = Source.of(own)
+        return pa.unify_schemas([own, _without(source.schema(), own)]) if source else own
 
     def columns(self, shard: str) -> list[str]:
         return self.schema(shard).names
@@ -132,18 +138,41 @@ class TableSet:
     def read(self, shard: str, columns: Sequence[str]) -> pl.DataFrame:
         """Rows of one shard in shard order; a column that this table lacks comes as nulls.
 
-        The names in EMBEDDINGS are columns too, of float32 arrays.
+        The table's own columns come first, then those derived from it (`write_column`), then its metadata file's.
         """
-        embeddings = [c for c in columns if c in EMBEDDINGS]
-        if embeddings:
-            blocks = [self._column(shard, c) for c in embeddings]
-            rest = self.read(shard, [c for c in columns if c not in EMBEDDINGS])
-            return rest.with_columns(blocks).select(columns)
-        have = set(self.columns(shard))
         with storage.open_file(self.path(shard, "parquet")) as f:
-            frame = pl.from_arrow(pq.read_table(f, columns=[c for c in columns if c in have]))
-        assert isinstance(frame, pl.DataFrame)
-        return frame.with_columns(pl.lit(None).alias(c) for c in columns if c not in have).select(columns)
+            file = pq.ParquetFile(f)
+            source = Source.of(file.schema_arrow)
+            own = [c for c in columns if c in file.schema_arrow.names]
+            frame = _frame(file.read(columns=own))
+        absent = [c for c in columns if c not in own]
+        for column in absent:
+            if storage.exists(self.path(shard, f"{column}.parquet")):
+                frame = frame.hstack(self._derived(shard, column))
+        if source and (left := [c for c in absent if c not in frame.columns]):
+            frame = frame.hstack(source.read(left))
+        return frame.with_columns(pl.lit(None).alias(c) for c in columns if c not in frame.columns).select(
+            columns
+        )
+
+    def _derived(self, shard: str, column: str) -> pl.DataFrame:
+        with storage.open_file(self.path(shard, f"{column}.parquet")) as f:
+            return _frame(pq.read_table(f))
+
+    def write_column(self, shard: str, column: str, values: pa.Array) -> None:
+        """Keep a column that was made after the table, one value a row, in a file of its own."""
+        with storage.commit(self.path(shard, f"{column}.parquet")) as tmp:
+            pq.write_table(pa.table({column: values}), tmp, compression="zstd")
+
+    def without_column(self, ids: Sequence[str], column: str) -> list[str]:
+        """Those of `ids` whose derived `column` has still to be made."""
+        made = set(storage.listdir(self.folder))
+        return [i for i in ids if f"{i}.{column}.parquet" not in made]
+
+    def source(self, shard: str) -> Source | None:
+        """Where the rows of a metadata pool's table lie; None for the table of a shard."""
+        with storage.open_file(self.path(shard, "parquet")) as f:
+            return Source.of(pq.read_schema(f))
 
     def stream(self, ids: Iterable[str], columns: Sequence[str]) -> Iterator[tuple[str, pl.DataFrame]]:
         """(shard id, its columns) in the order of `ids`, read ahead by a few threads."""
@@ -156,10 +185,6 @@ class TableSet:
                 if n + 2 * threads < len(ids):
                     ahead.append(pool.submit(self.read, ids[n + 2 * threads], columns))
                 yield shard, frame
-
-    def _column(self, shard: str, name: str) -> pl.Series:
-        block = self.embeddings(shard, EMBEDDINGS[name]).astype(np.float32)
-        return pl.Series(name, block, pl.Array(pl.Float32, block.shape[1]))
 
     def embeddings(self, shard: str, tower: str) -> np.ndarray:
         """float16 (rows, d) of `tower` (image or text); memory-mapped when local.
@@ -179,6 +204,39 @@ class TableSet:
                 f"{path}: embeddings are {block.shape[1:]} wide, those of this run's scorer {width}"
             )
         return block
+
+    def embedding_blocks(self, shard: str, name: str, rows: int) -> Iterator[np.ndarray]:
+        """float (n, d) blocks of up to `rows` rows: of a tower, or of an array of a metadata pool's npz files."""
+        source = self.source(shard)
+        if source:
+            yield from source.embeddings(name, rows)
+            return
+        block = self.embeddings(shard, name)
+        for start in range(0, len(block), rows):
+            yield block[start : start + rows]
+
+
+class Passes:
+    """Several passes over the same tables: columns stay in memory from one to the next while they fit in HELD bytes."""
+
+    def __init__(self, tables: TableSet, ids: Sequence[str]) -> None:
+        self.tables, self.ids = tables, ids
+        self._held: dict[str, pl.DataFrame] = {}
+        self._left = HELD
+
+    def stream(self, columns: Sequence[str]) -> Iterator[tuple[str, pl.DataFrame]]:
+        """As `TableSet.stream`."""
+        alike = itertools.groupby(self.ids, lambda i: tuple(self._held[i].columns) if i in self._held else ())
+        for have, group in alike:
+            ids = list(group)
+            new = [c for c in columns if c not in have]
+            for shard, frame in self.tables.stream(ids, new) if new else ((i, pl.DataFrame()) for i in ids):
+                size = int(frame.estimated_size())
+                whole = self._held[shard].hstack(frame) if have else frame
+                if new and size <= self._left:
+                    self._left -= size
+                    self._held[shard] = whole
+                yield shard, whole.select(columns)
 
 
 class TableWriter:
@@ -236,6 +294,16 @@ class BlockWriter:
         self._file.seek(0)
         self._header()
         self._file.close()
+
+
+def _frame(table: pa.Table) -> pl.DataFrame:
+    frame = pl.from_arrow(table)
+    assert isinstance(frame, pl.DataFrame)
+    return frame
+
+
+def _without(schema: pa.Schema, other: pa.Schema) -> pa.Schema:
+    return pa.schema([f for f in schema if f.name not in other.names])
 
 
 def write_report(tables: TableSet, report: ShardReport) -> None:

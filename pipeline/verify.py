@@ -310,6 +310,8 @@ class DigestWorker:
 
 def _pool(reports: list[ShardReport], tables: TableSet, deep: bool, config: ClusterConfig) -> str:
     """Shards against what the scan saw: by size and time stamp, by content where these changed or `deep` asks."""
+    if tables.identity()["pool"].get("metadata"):
+        return _metadata_pool(reports)
     marks = {folder: storage.signatures(folder) for folder in {storage.parent(r.shard) for r in reports}}
     found = [marks[storage.parent(r.shard)].get(storage.name(r.shard)) for r in reports]
     wanted: dict[str, str] = {}
@@ -331,6 +333,18 @@ def _pool(reports: list[ShardReport], tables: TableSet, deep: bool, config: Clus
         return "pool: cannot be reached; its shards were not compared"
     how = "content" if deep else "size and time stamp"
     return f"pool: {len(reports):,} shards, {how} as scanned"
+
+
+def _metadata_pool(reports: list[ShardReport]) -> str:
+    """Metadata files by size and time stamp: their tables refer to them, so a file that changed is another pool."""
+    files = {r.shard.partition("#")[0]: r for r in reports}
+    marks = {folder: storage.signatures(folder) for folder in {storage.parent(f) for f in files}}
+    for path, report in files.items():
+        mark = marks[storage.parent(path)].get(storage.name(path))
+        if mark is None:
+            raise Difference(f"{path}: is missing")
+        differs(path, "its size and time stamp", mark, report.signature, "the scan")
+    return f"pool: {len(files):,} metadata files, size and time stamp as scanned"
 
 
 def each_file(paths: list[str], config: ClusterConfig) -> Iterator[tuple[str, str]]:

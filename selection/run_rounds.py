@@ -23,6 +23,8 @@ from selection.rounds import Rounds
 from selection.run_manifest import RunManifest
 
 DESCRIPTION = "rounds.json"
+DRAWS = ("format", "seed", "ratio", "replacement", "counts_sha256", "stratify", "strata", "manifest")
+"""What in a description decides which entries a round has."""
 
 
 @dataclass(kw_only=True)
@@ -121,13 +123,17 @@ def _unique(rounds: Rounds, number: int) -> int:
 
 
 def _describe(run: Run, rounds: Rounds, about: dict[str, Any]) -> None:
-    """Write the description; files of other rounds go first, so that none is ever taken for one of these."""
+    """Write the description; files of other draws go first, so that none is ever taken for one of these."""
     path = run.path("rounds", DESCRIPTION)
-    if storage.exists(path) and storage.read_json(path) == round_files.description(rounds, path, about):
+    new = round_files.description(rounds, path, about)
+    old = storage.read_json(path) if storage.exists(path) else {}
+    if old == new:
         return
+    same = all(old.get(key) == new[key] for key in DRAWS)
     storage.remove_tree(path)
+    keep = {storage.name(path_of(run, t)) for t in range(new["rounds"])} if same else set()
     for name in storage.listdir(run.path("rounds")):
-        if name.endswith(".npy"):
+        if name.endswith(".npy") and name not in keep:
             storage.remove_tree(run.path("rounds", name))
     round_files.save(rounds, path, about)
 

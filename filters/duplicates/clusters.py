@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from filters.duplicates.blocks import BlockSource, open_embeddings, row_ids, unit_rows
-from filters.duplicates.config import PLACE_PRODUCTS, READ_ROWS, NearConfig
+from filters.duplicates.config import PLACE_PRODUCTS, READ_ROWS, NearConfig, band_edges
 from filters.duplicates.near import HashTest, SketchTest, device
 from filters.duplicates.survey import union
 from pipeline import storage
@@ -105,9 +105,7 @@ class HashBands:
 
     @property
     def edges(self) -> list[int]:
-        """Where bands start and end, in bits; no band wider than 16 bits, so that there are few clusters."""
-        bands = max(self.distance + 1, 4)
-        return [64 * band // bands for band in range(bands + 1)]
+        return band_edges(self.distance)
 
     @property
     def clusters(self) -> int:

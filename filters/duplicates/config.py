@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-METHODS = ("agree", "embedding", "phash")
+COSINES = {"agree": 0.8, "embedding": 0.95, "phash": 0.8}
+METHODS = tuple(COSINES)
 RULES = ("greedy", "semdedup", "components")
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -17,19 +20,20 @@ class Closeness:
     """When two rows are taken for the same image.
 
     ``method``: ``agree`` (embedding and perceptual hash must both say so), ``embedding`` or ``phash`` alone.
-    ``similarity``: cosine from which embeddings are near. ``phash_distance``: most differing bits of near
-    hashes.
+    ``similarity``: cosine from which embeddings are near; None is .95 for embeddings alone, and .8 where they
+    only confirm what the hash says (measured: docs/duplicates.md). ``phash_distance``: most differing bits of
+    near hashes.
     """
 
     method: str = "agree"
-    similarity: float = 0.95
+    similarity: float | None = None
     phash_distance: int = 10
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ValueError(f"method={self.method}: one of {', '.join(METHODS)}")
-        if not 0 < self.similarity <= 1:
+        if self.similarity is not None and not 0 < self.similarity <= 1:
             raise ValueError(f"similarity={self.similarity}: a cosine in (0, 1]")
         if not 0 <= self.phash_distance <= 16:
             raise ValueError(
@@ -37,9 +41,14 @@ class Closeness:
             )
 
     @property
+    def cosine(self) -> float:
+        """``similarity``, or the method's own."""
+        return self.similarity if self.similarity is not None else COSINES[self.method]
+
+    @property
     def least(self) -> float:
         """Similarity from which a pair counts: the cosine, or the share of equal bits for the hash alone."""
-        return 1 - self.phash_distance / 64 if self.method == "phash" else self.similarity
+        return 1 - self.phash_distance / 64 if self.method == "phash" else self.cosine
 
 
 @dataclass(kw_only=True)
@@ -69,6 +78,11 @@ class NearConfig(Closeness):
             raise ValueError(f"sample_rows={self.sample_rows}: at least 100; fewer say nothing about recall")
         if self.task_memory < 256 * MIB:
             raise ValueError(f"task_memory={self.task_memory}: at least {256 * MIB} bytes (256 MiB)")
+
+    def searched(self) -> dict[str, Any]:
+        """The settings that decide which pairs are looked for."""
+        own = {name: getattr(self, name) for name in ("method", "phash_distance", "seed", "clusters")}
+        return own | {"similarity": self.cosine}
 
     def raised(self, similarity: float) -> NearConfig:
         """The same with a higher ``least``. Raises ValueError for a lower one."""
@@ -145,6 +159,12 @@ LIBRARIES = 850 * MIB
 READ_PAIRS, PARTITION_PAIRS = 4_000_000, 8_000_000
 
 
+def band_edges(distance: int) -> list[int]:
+    """Where the bands of a hash start and end, in bits: one more than may differ, none wider than 16 bits."""
+    bands = max(distance + 1, 4)
+    return [64 * band // bands for band in range(bands + 1)]
+
+
 def payload_bytes(config: NearConfig, width: int, sketch: int) -> int:
     """Bytes a placed row takes on disk: its number, and its sketch (float16) or its hash."""
     return 8 + (2 * min(sketch, width) if config.method == "embedding" else 8)
@@ -165,9 +185,14 @@ def memory_plan(
     ``duplicates`` is the share of rows that have a near pair, at one pair a row.
 
     ``sketch`` and ``placements`` (clusters a row goes to) are known after training; the defaults are
-    those of vectors without any cluster structure, the hardest case.
+    those of vectors without any cluster structure, the hardest case. The hash alone has a cluster for each
+    value of each band, and needs no training.
     """
-    clusters = config.cluster_count(rows, width)
+    clusters = trained = config.cluster_count(rows, width)
+    if config.method == "phash":
+        edges = band_edges(config.phash_distance)
+        placements, trained = len(edges) - 1.0, 0
+        clusters = sum(1 << (stop - start) for start, stop in itertools.pairwise(edges))
     lane = payload_bytes(config, width, sketch)
     columns = min(sketch, width) if config.method == "embedding" else 64
     largest = largest if largest is not None else math.ceil(4 * placements * rows / clusters)
@@ -175,7 +200,7 @@ def memory_plan(
     tile = tile_rows(config, width, columns)
     involved, pairs = math.ceil(duplicates * rows), math.ceil(min(duplicates * rows, PARTITION_PAIRS))
     return MemoryPlan(
-        train=training_rows(config, clusters, width) * width * 8 + clusters * width * 8,
+        train=training_rows(config, trained, width) * width * 8 + trained * width * 8,
         spill=_reading(width, clusters) + math.ceil(min(batch, rows) * placements * _placing(lane)),
         compare=_comparing(width) + _loaded(min(tile, largest), columns),
         decide=involved * 68 + pairs * 160,

@@ -35,7 +35,6 @@ from pipeline import storage
 from pipeline.errors import Refused
 
 log = logging.getLogger(__name__)
-SEARCHED = ("method", "similarity", "phash_distance", "seed", "clusters")
 
 
 class NearSearch:
@@ -84,12 +83,12 @@ class NearSearch:
         return self._generation(number) / "done.json"
 
     def _check_settings(self) -> None:
-        settings = {name: getattr(self.config, name) for name in SEARCHED}
+        settings = self.config.searched()
         path = self.directory / "settings.json"
         if not path.exists():
             storage.write_json(str(path), settings)
         known = json.loads(path.read_text())
-        for name in SEARCHED:
+        for name in settings:
             if known[name] != settings[name]:
                 raise Refused(
                     f"{name}={settings[name]}: {self.directory} was searched with {name}={known[name]}; "
@@ -241,7 +240,7 @@ class NearSearch:
             CompareTask(units, str(self._generation(number) / f"pairs-{index:06d}"))
             for index, units in enumerate(pack(list(plan_units(sizes, rows))))
         ]
-        compare = Compare(shelf, book, sections, config.similarity, config.phash_distance)
+        compare = Compare(shelf, book, sections, config.cosine, config.phash_distance)
         run_all(self.runner, compare, tasks)
 
     def _recall(self, sample: Sample | None, files: list[str]) -> RecallEstimate:

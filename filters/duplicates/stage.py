@@ -16,7 +16,7 @@ from filters.duplicates.config import NearConfig, memory_plan
 from filters.duplicates.exact import ExactConfig, exact_duplicates
 from filters.duplicates.losses import SourceLosses, source_columns
 from filters.duplicates.result import DuplicateResult
-from filters.duplicates.search import SEARCHED, NearSearch
+from filters.duplicates.search import NearSearch
 from filters.duplicates.table_blocks import TOWERS, TableBlocks, score_of
 from filters.duplicates.tasks import ray_runner
 from pipeline import reasons, storage
@@ -144,7 +144,7 @@ class DedupStage:
         columns = ["uid_hi", "uid_lo", *self.config.exact, *([score] if score else [])]
         frame = chain.tables.read(shard, columns)
         keys = [
-            pl.col(c).bin.encode("hex") if c in ("sha256", "pixel_hash") else pl.col(c).cast(pl.String)
+            pl.col(c).bin.encode("hex") if frame.schema[c] == pl.Binary else pl.col(c).cast(pl.String)
             for c in self.config.exact
         ]
         alive = before.read(shard, ["kept"])["kept"]
@@ -159,7 +159,7 @@ class DedupStage:
         config = self.config.search()
         vectors = self.scan_own(self.config.scorer).tables if self.config.scorer else chain.tables
         towers = TOWERS[self.config.embedding] if config.method != "phash" else ()
-        settings = [*(getattr(config, name) for name in SEARCHED), list(towers)]
+        settings = config.searched() | {"towers": list(towers)}
         name = f"{storage.name(vectors.folder)}-{digest_json(settings, 4)}"
         home = Path(storage.resolve(self.home)[1]) / name
         hashed = config.method != "embedding"
@@ -212,6 +212,7 @@ def _warn(losses: SourceLosses) -> pl.DataFrame:
 
 def _summary(result: DuplicateResult) -> dict[str, Any]:
     return {
+        "similarity": result.config.cosine,
         "rows": result.rows,
         "unusable": result.unusable,
         "pairs": result.pairs,

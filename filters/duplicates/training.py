@@ -58,7 +58,7 @@ def draw_sample(
     ids, vectors, hashes = ids[order], vectors[order], hashes[order]
     most = max(1000, MOST_PAIRS // len(shelf.shards))
     exact = ExactNeighbours(
-        source, config.method, config.similarity, config.phash_distance, ids, vectors, hashes, most, config.seed
+        source, config.method, config.cosine, config.phash_distance, ids, vectors, hashes, most, config.seed
     )  # fmt: skip
     present = set(source.shards)
     others = [(ordinal, shard) for ordinal, shard in enumerate(shelf.shards) if shard in present]
@@ -104,7 +104,7 @@ def find_margin(config: NearConfig, centroids: np.ndarray, shelf: Shelf, sample:
     missing = LEAST_PAIRS - len(pairs)
     if missing > 0 and len(sample.vectors):
         rng = np.random.default_rng([config.seed, 3])
-        planted = plant_pairs(sample.vectors, config.similarity, missing, rng)
+        planted = plant_pairs(sample.vectors, config.cosine, missing, rng)
         x = np.concatenate([x, sample.vectors[np.arange(missing) % len(sample.vectors)]])
         y = np.concatenate([y, planted])
     return choose_margin(crossing_gaps(x, y, centroids), config.recall) if len(x) else 0.0
@@ -121,9 +121,9 @@ def with_sketch(
     met = (products.max(1)[:, None] - products <= margin)[:, home]
     met[np.tril_indices(len(look))] = False
     cosines = similarities(look, look)[met][:200_000]
-    sketch = choose_sketch(cosines, config.similarity, width) if len(cosines) else min(64, width)
+    sketch = choose_sketch(cosines, config.cosine, width) if len(cosines) else min(64, width)
     # Rows that were not trained on: those that were lie closer to their centroid and visit less.
     fresh = similarities(sample.vectors if len(sample.vectors) else look, centroids)
     visits = float((fresh.max(1)[:, None] - fresh <= margin).sum(1).mean())
-    reach = sketch_reach(config.similarity, sketch, width)
+    reach = sketch_reach(config.cosine, sketch, width)
     return Codebook(centroids, rotation(width, sketch, config.seed), margin, reach, visits)

@@ -50,6 +50,7 @@ def write_report(run: Run, condensed: str | None = None) -> str:
         _leakage(leaks, receipt, seen),
         _influence(influence, seen),
         _condensed(condensed_set),
+        _rounds(chosen.rounds(run)),
         _proof(chosen.proofs(run)),
         _shards(run, receipt),
         _time(receipt),
@@ -121,7 +122,7 @@ def _duplicates(found: pairs.Duplicates | None, receipt: Mapping[str, Any], seen
     if found is None or not (found.groups or found.least):
         return None
     dropped = {r: receipt["dropped"].get(r, 0) for r in ("exact_duplicate", "near_duplicate")}
-    data = {"groups": found.groups, "least": found.least, "near": found.near, "dropped": dropped}
+    data = {"groups": found.groups, "least": found.least, **found.told, "dropped": dropped}
     return Section(
         "duplicates", "Duplicates", {**data, "config": receipt["config"]["dedup"], "place": _placed(seen)}
     )
@@ -146,6 +147,13 @@ def _condensed(found: chosen.Condensed | None) -> Section | None:
         return None
     ranks = max(map(len, found.rows.values()), default=0)
     return Section("condensed", "Condensed", {"found": found, "ranks": ranks})
+
+
+def _rounds(found: dict[str, Any] | None) -> Section | None:
+    if found is None:
+        return None
+    most = max((n for _, n in found["uses"]), default=0)
+    return Section("rounds", "Rounds", {"told": found, "most": most})
 
 
 def _proof(found: list[dict[str, Any]]) -> Section | None:

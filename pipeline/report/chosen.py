@@ -23,8 +23,10 @@ from pipeline.report.plots import log_ticks, nice_values
 from pipeline.report.survey import Uid
 from pipeline.samples import parse_uid, pick
 from pipeline.shards import SHARD_SUFFIXES, Shard, open_shard
+from pipeline.uids import find_uids
 
 RANKS, CLASSES = 10, 20  # condensed images that are shown
+COUNTED = 1_000_000  # samples whose uses in the rounds are counted
 SAMPLES = 16  # most helpful and most harmful ones of an objective
 
 
@@ -181,6 +183,42 @@ def _short(s: float) -> str:
 # ---------------------------------------------------------------- rounds
 
 
-def use_counts(counts: np.ndarray) -> list[dict[str, Any]]:
-    """How many samples were used how often: uses, samples."""
-    return [{"uses": u, "samples": n} for u, n in enumerate(np.bincount(counts).tolist()) if n]
+def rounds(run: Run) -> dict[str, Any] | None:
+    """The description of the run's rounds, with how often its samples are used where round files are there.
+
+    counted: samples whose uses were counted, all or the first COUNTED by uid. uses: (times, samples) ascending.
+    """
+    path = run.path("rounds", "rounds.json")
+    if not storage.exists(path):
+        return None
+    files = [n for n in storage.listdir(run.path("rounds")) if n.endswith(".npy") and n[:-4].isdigit()]
+    found = {**storage.read_json(path), "files": len(files), "uses": [], "counted": 0}
+    if files:
+        entries = storage.read_json(run.path("receipt.json"))["entries"]
+        limit = None if entries <= COUNTED else int(COUNTED / entries * 2**64)
+        samples = np.unique(uids_below(run.path("subset.npy"), limit))
+        counts = np.zeros(len(samples), np.int64)
+        for name in files:
+            uids = uids_below(run.path("rounds", name), limit)
+            at = find_uids(samples["f0"], samples["f1"], uids["f0"], uids["f1"])
+            counts += np.bincount(at[at >= 0], minlength=len(samples))
+        found["counted"] = len(samples)
+        found["uses"] = [(times, n) for times, n in enumerate(np.bincount(counts).tolist()) if n]
+    return found
+
+
+def uids_below(path: str, limit: int | None) -> np.ndarray:
+    """The uids of a sorted uid file whose high half is below `limit` (all without one): `u8,u8`. Reads no others."""
+    with storage.open_file(path) as f:
+        np.lib.format.read_magic(f)
+        (size,), _, kind = np.lib.format.read_array_header_1_0(f)
+        start, low, high = f.tell(), 0, size
+        while limit is not None and low < high:
+            middle = (low + high) // 2
+            f.seek(start + middle * kind.itemsize)
+            if int.from_bytes(f.read(8), "little") < limit:
+                low = middle + 1
+            else:
+                high = middle
+        f.seek(start)
+        return np.frombuffer(f.read((size if limit is None else low) * kind.itemsize), kind)

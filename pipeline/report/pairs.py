@@ -46,7 +46,7 @@ class Group:
 class Duplicates:
     groups: list[Group] = field(default_factory=list)
     least: list[Pair] = field(default_factory=list)
-    near: dict[str, Any] | None = None  # near.json: rows, pairs, dropped, recall
+    told: dict[str, Any] = field(default_factory=dict)  # duplicates.json: exact, near, losing_sources
 
     def uids(self) -> set[Uid]:
         pairs = [*self.least, *(p for g in self.groups for p in g.dropped)]
@@ -86,8 +86,8 @@ def duplicates(run: Run) -> Duplicates | None:
     path = storage.join(folder, "duplicates.parquet") if folder else ""
     if not folder or not storage.exists(path):
         return None
-    near = storage.join(folder, "near.json")
-    found = Duplicates(near=storage.read_json(near) if storage.exists(near) else None)
+    summary = storage.join(folder, "duplicates.json")
+    found = Duplicates(told=storage.read_json(summary) if storage.exists(summary) else {})
     table = pl.scan_parquet(storage.resolve(path)[1])
     for hi, lo, size in largest_groups(table, GROUPS):
         members = table.filter(pl.col("kept_uid_hi") == hi, pl.col("kept_uid_lo") == lo)

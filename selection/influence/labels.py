@@ -32,16 +32,20 @@ class LabelErrors:
     confidence: np.ndarray
 
 
-def label_errors(rows: Rows, head: Head, *, curvature: Curvature | None = None) -> LabelErrors:
-    """Rows whose label the head fitted to all *other* rows would not give, least probable label first.
+def label_errors(
+    rows: Rows, head: Head, *, delta: np.ndarray | None = None, curvature: Curvature | None = None
+) -> LabelErrors:
+    """Rows whose label the head fitted to all *other* rows would not give, most suspicious first.
 
     The influence of a row on its own logits, z_i + S_i (I - R_i S_i)^-1 r_i, is the one-step leave-one-out
-    prediction: confident learning's out-of-sample probability from a single fit. It needs no trusted
-    held-out labels. Ranking by `delta_if_removed` of `utility` instead finds rows that hurt the held-out
-    loss, many of them rightly labelled.
+    prediction: confident learning's out-of-sample probability from a single fit, without trusted labels. The
+    order is by it, or, where the influence on a held-out set with trusted labels is known, by the mean of its
+    rank and the rank of the influence. Neither alone finds as many (benchmarks/influence_labels.py): a row may
+    hurt the held-out loss and be labelled rightly, and the other rows may be as wrong as it.
 
     Args:
         rows: training rows; `head` must be the fit of the kept ones.
+        delta: (n,) delta_if_removed of `utility` on a trusted held-out set, negative = harmful.
         curvature: reuse one made for this head.
     Raises:
         ValueError: more than 100 classes.
@@ -50,8 +54,18 @@ def label_errors(rows: Rows, head: Head, *, curvature: Curvature | None = None) 
     curvature = curvature or Curvature(rows, head.weights, head.l2)
     told = rows.each(partial(_without_itself, head, curvature.leverage))
     found = np.flatnonzero(told["suggested"] != told["given"])
-    order = found[np.argsort(told["confidence"][found], kind="stable")]
+    suspicion = told["confidence"][found]
+    if delta is not None:
+        suspicion = _ranks(suspicion) + _ranks(delta[found])
+    order = found[np.argsort(suspicion, kind="stable")]
     return LabelErrors(order, told["given"][order], told["suggested"][order], told["confidence"][order])
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    """(k,) place of each value in ascending order."""
+    ranks = np.empty(len(values), np.int64)
+    ranks[np.argsort(values, kind="stable")] = np.arange(len(values))
+    return ranks
 
 
 def _without_itself(head: Head, leverage: Leverage, x: np.ndarray, y: np.ndarray) -> np.ndarray:

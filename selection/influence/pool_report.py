@@ -91,7 +91,7 @@ def _write_label_errors(
     folder: str, pool: PoolRows, rows: Rows, selection: Selection, names: Sequence[str]
 ) -> int:
     """The rows whose label all other rows contradict, least probable first; returns how many there are."""
-    found, classes = label_errors(rows, selection.base), pl.Series(names)
+    found, classes = label_errors(rows, selection.base, delta=selection.influence.utility), pl.Series(names)
     some = slice(0, MOST_LABEL_ERRORS)
     table = pool.gather(found.row[some], ["uid_hi", "uid_lo"]).with_columns(
         given=classes[found.given[some].tolist()],

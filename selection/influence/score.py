@@ -42,6 +42,11 @@ class Influence:
         """(n,) delta_if_removed of one objective."""
         return self.delta_if_removed[:, self.names.index(name)]
 
+    @property
+    def utility(self) -> np.ndarray | None:
+        """(n,) delta_if_removed of `utility`, or None when it is not among the objectives."""
+        return self.column("utility") if "utility" in self.names else None
+
     def most_harmful(self, name: str, count: int = 10) -> np.ndarray:
         """Row numbers whose removal lowers the objective most, worst first (harmful rows only)."""
         order = np.argsort(self.column(name), kind="stable")[:count]

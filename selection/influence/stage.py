@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -42,7 +42,6 @@ HARMFUL = reasons.register(
 HELD_SHARE = 0.2  # of the pool at most: a small pool is not spent on judging itself
 PER_CLUSTER = 256  # rows that k-means sees for each cluster
 WORK = "work-"
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -71,6 +70,11 @@ class InfluenceStage:
             yield from _Work(self, chain, chain.before).run()
         except ValueError as error:  # the library's word for input that it cannot use
             raise Refused(f"selection: {error}") from error
+
+
+def _say(line: str) -> None:
+    """Progress of what has no shards to count."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def _signature(target: str | None) -> Any:
@@ -169,7 +173,7 @@ class _Work:
         config = self.config
         embed_dim = (rows.width - 1) // len(self.features.towers)
         cost = config.cost(rows.n, embed_dim, classes)
-        log.info("influence of %s rows on %d classes: %s", f"{rows.n:,}", classes, cost.describe())
+        _say(f"influence: {rows.n:,} rows, {classes} classes: {cost.describe()}")
         checkpoint = storage.join(self.work, "head.npy")
         start = None
         if storage.exists(checkpoint):
@@ -178,7 +182,7 @@ class _Work:
         def save(weights: np.ndarray) -> None:
             with storage.commit(checkpoint) as tmp, open(tmp, "wb") as f:
                 np.save(f, weights)
-            log.info("influence: the head took another Newton step")
+            _say("influence: the head took another Newton step")
 
         library = {k: getattr(config, k) for k in SelectionConfig.__dataclass_fields__}
         return select(

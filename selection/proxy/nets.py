@@ -68,10 +68,6 @@ class ConvNet(nn.Module):
                 nn.AvgPool2d(2),
             ]
         side = image_size >> depth
-        if side < 1:
-            raise ValueError(
-                f"depth={depth}: at most {image_size.bit_length() - 1} at image_size={image_size}"
-            )
         self.body = nn.Sequential(*layers, nn.Flatten())
         self.head = nn.Linear(width * side * side, classes)
 

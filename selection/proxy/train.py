@@ -50,6 +50,10 @@ class ProxyConfig:
                 raise ValueError(f"{key}={getattr(self, key)}: at least 1")
         if self.image_size < 8:
             raise ValueError(f"image_size={self.image_size}: at least 8 pixels")
+        if self.arch == "convnet" and self.image_size >> self.depth < 1:
+            raise ValueError(
+                f"depth={self.depth}: at most {self.image_size.bit_length() - 1} for such images"
+            )
         if not self.lr > 0:
             raise ValueError(f"lr={self.lr}: above 0")
         for key in ("momentum", "warmup", "label_smoothing"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 
 from filters.baselines import RandomCut, TrustedOrNot
 from filters.hashing import uniform
+from pipeline.cluster import ClusterConfig
 from pipeline.errors import Refused
 from pipeline.tables import TableSet
 
@@ -40,9 +42,10 @@ def write_tables(out: Path, shards: Sequence[np.ndarray], scorer: dict = SCORER,
     return TableSet(str(folder))
 
 
+@dataclass
 class Pool:
-    def __init__(self, tables: TableSet, ids: Sequence[str]) -> None:
-        self.tables, self.ids = tables, ids
+    tables: TableSet
+    ids: Sequence[str]
 
     def __call__(self, columns: Sequence[str]) -> Iterator[pl.DataFrame]:
         for _, frame in self.tables.stream(self.ids, columns):
@@ -50,8 +53,8 @@ class Pool:
 
 
 def kept(chosen, pool: Pool) -> np.ndarray:
-    """Of each row, whether the fitted filter keeps it."""
-    fitted = chosen.named("f").fit(pool)
+    """Of each row, whether the filter keeps it."""
+    fitted = chosen.named("f").prepare(pool.tables, pool.ids, ClusterConfig(workers=1)).fit(pool)
     fails = [v.fails for v in fitted.verdicts()]
     frames = [frame.select(~pl.any_horizontal(fails)) for frame in pool(fitted.columns())]
     return np.concatenate([f.to_series().to_numpy() for f in frames])
@@ -100,7 +103,9 @@ def test_the_classifier_finds_what_looks_trusted(sides, towers: str):
     assert found.sum() == round(0.4 * 599)
     assert good[found].mean() > 0.97
     assert not found[7]
+    before = {f.name: f.stat().st_mtime_ns for f in Path(pool.tables.folder).iterdir()}
     np.testing.assert_array_equal(kept(chosen, pool), found)
+    assert {f.name: f.stat().st_mtime_ns for f in Path(pool.tables.folder).iterdir()} == before
 
 
 def test_the_classifier_needs_trusted_tables_of_the_same_scorer(sides, tmp_path: Path):
@@ -110,7 +115,9 @@ def test_the_classifier_needs_trusted_tables_of_the_same_scorer(sides, tmp_path:
     write_tables(tmp_path / "other", [np.ones((200, D))], {**SCORER, "weights": "others"})
     for folder in (tmp_path / "other", tmp_path / "nothing"):
         with pytest.raises(Refused, match="no tables made with this run's scorer"):
-            TrustedOrNot(trusted=str(folder), top_fraction=0.5, name="f").fit(pool)
+            TrustedOrNot(trusted=str(folder), top_fraction=0.5, name="f").prepare(
+                pool.tables, pool.ids, ClusterConfig()
+            )
     report = trusted / "features" / "set" / "00000-aa.json"
     report.write_text(report.read_text().replace('"digest": "', '"digest": "x'))
     assert chosen.identity()["trusted_tables"] != before

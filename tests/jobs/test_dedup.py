@@ -240,7 +240,7 @@ def test_without_a_network_the_hash_alone_decides(pool: Path, tmp_path: Path, ca
 
 @pytest.mark.usefixtures("in_process")
 def test_duplicates_by_a_scorer_of_their_own(pool: Path, out: Path, tiny_scorer: Path) -> None:
-    own = ("scorer@dedup.scorer=open_clip", f"dedup.scorer.weights={tiny_scorer}")
+    own = ("+scorer@dedup.scorer=open_clip", f"dedup.scorer.weights={tiny_scorer}")
     assert curated(pool, out, "scorer=none", "dedup=near", *own, "dedup.scorer.precision=cube") == 2
     assert curated(pool, out, "scorer=none", "dedup=near", *own) == 0
     assert receipt(out)["dropped"] == {"exact_duplicate": 3, "near_duplicate": 5}

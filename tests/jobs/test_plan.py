@@ -75,7 +75,7 @@ def test_every_problem_at_once(pool: Path, capfd: pytest.CaptureFixture[str]) ->
     for part in (
         "filters.basic.min_words=-1", "filters.caption.min_chars=-3", "decode.max_bytes=0", "decode.truncated=no",
         "pool.missing=never", "errors.max_fraction=2", "cluster.workers=-2", "run=a/b", "dedup.similarity=2",
-        "leakage.sets.mine=/nowhere/at/all: nothing is there", "leakage.sets: comparing with evaluation sets needs",
+        "leakage.sets.mine=/nowhere/at/all: nothing is there", "leakage.method=agree: needs a scorer",
     ):  # fmt: skip
         assert sum(line.startswith(part) for line in found) == 1, (part, found)
 
@@ -122,3 +122,16 @@ def test_a_batch_that_does_not_fit_the_gpu() -> None:
     assert plan._gpu(Workers(2, 4, 1.0), here, 256) == []
     (line,) = plan._gpu(Workers(2, 4, 0.5), here, 256)
     assert "2 workers a GPU need 12.9 GB, it has 8.6 GB; try 142" in line
+
+
+def test_the_cost_of_influence_is_told(
+    pool: Path, tiny_scorer: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    more = [f"scorer.weights={tiny_scorer}", "selection=influence", "selection.labels=clusters"]
+    text = said(pool, capfd, *more)
+    assert re.search(r"^influence +\d+ s .*10 classes: about .* FLOPs .* read in \d+ passes", text, re.M), (
+        text
+    )
+    wrong = ["selection.classes=/nowhere.txt", "selection.target=/nowhere"]
+    lines = problems(pool, capfd, *more, *wrong)
+    assert [line.split(":")[0] for line in lines] == wrong

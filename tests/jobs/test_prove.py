@@ -84,6 +84,7 @@ def test_a_pool_of_captions_is_judged_by_a_small_clip(run: Run, judged_on: str, 
     [
         ("ratio=0", "ratio=0.0: above 0"),
         ("arms=[subset,best]", "arms=['subset', 'best']: each once, of all"),
+        ("ratio=0.001", "ratio=0.001: a round of 76 entries would be empty"),
         ("judge=taste", "judge=taste: must be one of labels"),
         ("judge=labels", "evaluate: give a labelled test set"),
         ("proxy.width=0", "proxy.width=0: at least 1"),

@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jobs import curate, report
-from tests.build import call, jpeg, make_shard, sample, uid
-from tests.conftest import run_in_process
+from pipeline.samples import format_uid
+from tests.build import TINY, call, encode, jpeg, make_shard, picture, sample, uid, work_in_process
 
 HOSTILE = [
     "</script><img src=x onerror=\"document.title='owned'\">",
@@ -63,7 +64,7 @@ def run(pool: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run's folder: a top fraction on a column with ties, then exact duplicates."""
     out = tmp_path_factory.mktemp("out")
     with pytest.MonkeyPatch.context() as patch:
-        run_in_process(patch)
+        work_in_process(patch.setattr)
         code = call(
             curate, f"pool.shards={pool}/*.tar", f"out={out}", "scorer=none", "filters=[column]",
             "filters.column.column=aesthetic", "filters.column.top_fraction=0.4", "dedup=exact",
@@ -245,3 +246,92 @@ def test_fits_a_narrow_screen_in_both_colours(run: Path, browser: Any, scheme: s
     assert reader.number("stay") > before
     assert page.evaluate(UNNAMED) == []
     assert reader.trouble == []
+
+
+@pytest.fixture
+def chosen(run: Path, tmp_path: Path) -> Path:
+    """The run with what its selections would leave beside it, in their formats; and a folder of condensed images."""
+    whole = tmp_path / "out"
+    shutil.copytree(run.parents[1], whole)
+    copy = whole / "runs" / "default"
+    kept = np.load(copy / "subset.npy")
+    half = len(kept) // 2
+    (copy / "rounds").mkdir()
+    about = {
+        "rounds": 3,
+        "samples_per_round": half,
+        "steps_per_round": None,
+        "replacement": False,
+        "stratify": None,
+    }
+    about |= {"unique_entries": len(kept), "entries": len(kept)}
+    (copy / "rounds" / "rounds.json").write_text(json.dumps(about))
+    for t, rows in enumerate((kept[:half], kept[half : 2 * half], kept[:half])):
+        np.save(copy / "rounds" / f"{t:05d}.npy", rows)
+    curve = {"arm": "subset", "samples": [10, 20], "unique": [10.0, 15.0], "seconds": [2.0, 70.0]}
+    curve |= {"accuracy": [0.4, 0.61], "deviation": [0.01, 0.02], "reached": 70.0}
+    proof = {
+        "metric": "accuracy",
+        "seeds": 3,
+        "target": 0.6,
+        "target_is": "as asked for",
+        "verdict": "It paid.",
+    }
+    proof |= {
+        "costs": {"selection": {"scan": 1.5}, "image": 0.001},
+        "curves": [curve, {**curve, "arm": "all"}],
+    }
+    (copy / "proof").mkdir()
+    (copy / "proof" / "proof.json").write_text(json.dumps(proof))
+    _influence(copy / "stages" / "02-influence", format_uid(*kept[0].tolist()))
+    make_shard(
+        tmp_path / "condensed" / "0.tar",
+        [ranked(rank, label) for rank in range(3) for label in ("cat", "<b>")],
+    )
+    return copy
+
+
+def _influence(folder: Path, uid: str) -> None:
+    folder.mkdir()
+    (folder / "tree_utility.png").write_bytes(encode(picture(), "PNG"))
+    measured = {"accuracy": 0.8, "log_loss": 0.5}
+    row = {"uid": uid, "delta_if_removed": -1.25}
+    objective = {
+        "unit": "nats",
+        "base": 9.0,
+        "predicted_change": -2.0,
+        "realised_change": -1.0,
+        "harmful_rows": 3,
+    }
+    result = {
+        "verdict": "removed 2 of 9 rows", "rows": 9, "removed": 2,
+        "sets": {"test": {"before": measured, "after": measured}},
+        "objectives": {"utility": {**objective, "most_harmful": [row], "most_helpful": [row]}},
+        "explanations": {"utility": {"verdict": "the tree explains 7%", "rules": "|--- a <= 1", "picture": "tree_utility.png"}},
+    }  # fmt: skip
+    (folder / "result.json").write_text(json.dumps(result))
+
+
+def ranked(rank: int, label: str) -> tuple[str, Any]:
+    return sample(rank, key=f"{rank}{label[:1]}", record={"rank": rank, "label": label}, txt=None)
+
+
+def test_selections_beside_the_run_are_shown(chosen: Path, tmp_path: Path, browser: Any) -> None:
+    assert call(report, f"out={chosen.parents[1]}", f"condensed={tmp_path}/condensed") == 0
+    reader = Reader(browser, chosen / "report.html")
+    page = reader.page
+    assert "-1.25" in page.locator("#influence").inner_text()
+    assert page.locator('#influence img[alt^="Regression tree"]').evaluate("e => e.naturalWidth") == TINY[0]
+    assert page.locator("#condensed img").count() == 6
+    assert page.locator("#condensed tbody th").all_inner_texts() == ["cat", "<b>"]
+    uses = page.locator("#rounds tbody tr").all_inner_texts()
+    half, odd = divmod(receipt(chosen)["kept"], 2)
+    assert [list(map(int, row.split())) for row in uses] == [[0, 1]] * odd + [[1, half], [2, half]]
+    assert page.locator("#proof tbody tr").count() == 2
+    assert "1 min 10 s" in page.locator("#proof").inner_text()
+    assert reader.trouble == []
+
+
+def test_a_folder_without_condensed_images_is_refused(run: Path, tmp_path: Path, capfd: Any) -> None:
+    assert call(report, f"out={run.parents[1]}", f"condensed={tmp_path}") == 2
+    assert "no shard with ranked images" in capfd.readouterr().err

@@ -196,6 +196,16 @@ def test_other_settings_replace_the_rounds_that_are_there(run: Run) -> None:
     assert second["00000.npy"] != first["00000.npy"]
 
 
+def test_more_rounds_of_the_same_draws_are_added_and_fewer_leave_the_first(run: Run) -> None:
+    assert call(rounds, *args(run, "ratio=0.3", "rounds=2")) == 0
+    written = [Path(path_of(run, t)).stat().st_mtime_ns for t in range(2)]
+    assert call(rounds, *args(run, "ratio=0.3", "rounds=4", "batch_size=9")) == 0
+    assert [Path(path_of(run, t)).stat().st_mtime_ns for t in range(2)] == written
+    assert Path(path_of(run, 3)).exists()
+    assert call(rounds, *args(run, "ratio=0.3", "rounds=1")) == 0
+    assert sorted(contents(Path(run.path("rounds")))) == ["00000.npy", "rounds.counts.npy", "rounds.json"]
+
+
 def test_rounds_of_a_run_made_anew_are_refused(run: Run, pool: Path) -> None:
     assert call(rounds, *args(run, "ratio=0.3", "rounds=1")) == 0
     make_run(Path(run.out), pool, most=2)

@@ -14,7 +14,7 @@ from jobs import curate, subsets
 from pipeline import subset_algebra
 from pipeline.subset_algebra import combine, sorted_subset
 from pipeline.uids import SUBSET
-from tests.build import call, halves, jpeg, make_shard, sample, uid
+from tests.build import call, halves, jpeg, make_shard, sample, uid, work_in_process
 
 UIDS = st.tuples(st.integers(0, 3), st.sampled_from([0, 1, 2**64 - 1]))
 
@@ -47,8 +47,6 @@ def test_operations_are_those_of_multisets(
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two runs over one pool: captions of at least 7 words, and pictures whose short side is at least 10."""
-    from tests.conftest import run_in_process
-
     folder = tmp_path_factory.mktemp("finished")
     samples = [
         sample(
@@ -62,7 +60,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_shard(folder / "pool" / "00001.tar", samples[7:])
     base = [f"pool.shards={folder}/pool/*.tar", f"out={folder}/out", "scorer=none"]
     with pytest.MonkeyPatch.context() as patch:
-        run_in_process(patch)
+        work_in_process(patch.setattr)
         long = ["filters=[caption]", "filters.caption.languages=null", "filters.caption.min_words=7"]
         assert call(curate, *base, *long, "run=long") == 0
         assert call(curate, *base, "filters=[image]", "filters.image.min_side=10", "run=large") == 0

@@ -17,7 +17,7 @@ from pipeline.census.count import PERSONAL, CensusConfig, quantiles, take_census
 from pipeline.census.near import near_captions
 from pipeline.census.source import Metadata
 from pipeline.census.tally import Tally
-from tests.build import call, jpeg, make_pool, make_shard, sample, uid
+from tests.build import call, jpeg, make_pool, make_shard, sample, uid, work_in_process
 
 WORDS = ["dog", "Dog", "it's", "a", "the", "RED", "red", "ball", "plays", "ünder", "7"]
 
@@ -142,14 +142,12 @@ def test_quantiles() -> None:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.conftest import run_in_process
-
     folder = tmp_path_factory.mktemp("finished")
     make_pool(folder / "pool", 2, 6)
     odd = [sample(20, jpg=b"junk"), sample(21, txt=b"short"), sample(22, jpg=None, png=jpeg((30, 9)))]
     make_shard(folder / "pool" / "00002.tar", odd)
     with pytest.MonkeyPatch.context() as patch:
-        run_in_process(patch)
+        work_in_process(patch.setattr)
         rules = ["scorer=none", "filters=[caption]", "filters.caption.languages=null"]
         assert call(curate, f"pool.shards={folder}/pool/*.tar", f"out={folder}/out", *rules) == 0
     return folder

@@ -10,12 +10,14 @@ import polars as pl
 import pytest
 
 from pipeline.report import plots
+from pipeline.report.chosen import uids_below
 from pipeline.report.explorer import Explorer, _axis, _explorer
 from pipeline.report.page import number, seconds, share
 from pipeline.report.pairs import EVALUATION, largest_groups
 from pipeline.report.pictures import _pictures
 from pipeline.report.sampling import Smallest, uid_order
 from pipeline.report.survey import Range, Score
+from pipeline.uids import SUBSET
 from tests.build import make_shard, sample, scan_shard
 
 
@@ -149,3 +151,14 @@ def test_numbers_as_people_read_them() -> None:
     ]
     assert [seconds(1.26), seconds(75), seconds(7384)] == ["1.3 s", "1 min 15 s", "2 h 03 min"]
     assert [number(0.74504), number(12345.6), number(None)] == ["0.745", "12,346", ""]
+
+
+def test_uid_files_are_read_up_to_a_limit(tmp_path: Path) -> None:
+    uids = np.array(
+        sorted((int(h), n) for n, h in enumerate(np.random.default_rng(0).integers(0, 1 << 63, 500))), SUBSET
+    )
+    np.save(tmp_path / "u.npy", uids)
+    path, limit = str(tmp_path / "u.npy"), int(uids["f0"][123])
+    np.testing.assert_array_equal(uids_below(path, None), uids)
+    np.testing.assert_array_equal(uids_below(path, limit), uids[:123])
+    assert len(uids_below(path, 0)) == 0

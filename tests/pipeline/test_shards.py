@@ -297,10 +297,10 @@ def test_expand_takes_paths_globs_braces_folders_and_lists(tmp_path: Path) -> No
 
 
 def test_expand_refuses_nothing_and_repetition(tmp_path: Path) -> None:
-    with pytest.raises(Refused, match="no shard found"):
+    with pytest.raises(Refused, match="nothing found there"):
         expand(str(tmp_path / "*.tar"))
     make_pool(tmp_path, 1, 1)
-    with pytest.raises(Refused, match=r"names 1 shards twice, .*00000\.tar"):
+    with pytest.raises(Refused, match=r"names 1 files twice, .*00000\.tar"):
         expand([str(tmp_path), str(tmp_path / "00000.tar")])
 
 

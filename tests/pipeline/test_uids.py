@@ -45,7 +45,8 @@ def test_repeated_uids_are_those_after_the_first_readable(
     first = make_shard(tmp_path / "b.tar", [sample(0), sample(1, jpg=b"junk"), sample(2, record=same)])
     second = make_shard(tmp_path / "a.tar", [sample(3, record=same), sample(4), sample(5, record=same)])
     reports = [scan_shard(s, tmp_path / "out")[0] for s in (first, second)]
-    found = repeated_uids(TableSet(str(tmp_path / "out")), [r.id for r in reports])
+    tables = TableSet(str(tmp_path / "out"))
+    found = repeated_uids(tables.stream([r.id for r in reports], ["uid_hi", "uid_lo", "status"]))
     assert {k: v.tolist() for k, v in found.items()} == {shard_id(second): [0, 2]}
 
 

@@ -66,6 +66,20 @@ def test_label_errors_are_found_with_their_right_label():
     assert (np.diff(found.confidence) >= 0).all()
 
 
+def test_influence_on_trusted_rows_moves_label_errors_up_without_adding_any():
+    x, y, _ = sample(900, 0, flipped=0.1)
+    rows = Rows.from_arrays(x, y)
+    head = fit_head(rows, l2=1, classes=3)
+    alone = label_errors(rows, head)
+    delta = np.zeros(900)
+    delta[alone.row] = np.arange(len(alone.row))
+    delta[alone.row[-1]] = -1  # the least improbable label hurts most
+    both = label_errors(rows, head, delta=delta)
+    assert set(both.row) == set(alone.row)
+    assert list(both.row).index(alone.row[-1]) < len(alone.row) / 2 + 1
+    assert both.row[0] == alone.row[0]
+
+
 @pytest.mark.parametrize("classes", [2, 3])
 def test_label_confidence_is_the_leave_one_out_probability(classes):
     x, y, _ = sample(90, 0, classes=classes, flipped=0.2)

@@ -6,7 +6,9 @@ import pytest
 import torch
 from PIL import Image
 
+from pipeline.decode import DecodeConfig
 from pipeline.errors import Refused
+from selection.manifest_rows import UID
 from selection.proxy import (
     LabelConfig,
     LabelledImages,
@@ -17,6 +19,7 @@ from selection.proxy import (
     build_net,
     epochs,
     load_images,
+    pixels,
     rounds_order,
     train_proxy,
 )
@@ -78,7 +81,16 @@ def test_what_does_not_fit_is_refused():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"arch": "vit"}, {"width": 0}, {"lr": 0}, {"momentum": 1}, {"crop": 32}, {"weight_decay": -1}]
+    "wrong",
+    [
+        {"arch": "vit"},
+        {"width": 0},
+        {"lr": 0},
+        {"momentum": 1},
+        {"crop": 32},
+        {"weight_decay": -1},
+        {"depth": 6, "arch": "convnet"},
+    ],
 )
 def test_config_out_of_range_is_refused(wrong):
     with pytest.raises(ValueError, match=f"{next(iter(wrong))}="):
@@ -178,3 +190,33 @@ def test_a_damaged_image_is_counted_and_a_set_without_labels_is_refused(tmp_path
     path = build.make_shard(tmp_path / "1.tar", [build.sample(0)])
     with pytest.raises(Refused, match="no image with a label"):
         load_images(path)
+
+
+def test_a_share_is_drawn_by_uid_alone():
+    rng = np.random.default_rng(0)
+    uids = np.zeros(20_000, UID)
+    uids["f0"], uids["f1"] = rng.integers(0, 2**64, (2, 20_000), np.uint64)
+    mask = pixels.drawn(uids, 0.3, seed=1)
+    assert mask.mean() == pytest.approx(0.3, abs=0.02)
+    assert np.array_equal(pixels.drawn(uids[::7], 0.3, seed=1), mask[::7])
+    assert pixels.drawn(uids, 1.0, seed=1).all()
+    assert (pixels.drawn(uids, 0.3, seed=2) & mask).mean() == pytest.approx(0.09, abs=0.02)
+    uids["f0"], uids["f1"] = 0, np.arange(20_000)
+    assert pixels.drawn(uids, 0.3, seed=1).mean() == pytest.approx(0.3, abs=0.02)
+
+
+@pytest.mark.parametrize("where", ["{tmp}/kept", "memory://proxy-test/kept"])
+def test_kept_images_come_back_without_being_made_again(tmp_path, where):
+    path = shard(tmp_path / "0.tar", [("a cat", 1), ("a dog", None), ("ä", 0)])
+    folder = where.format(tmp=tmp_path)
+
+    def make():
+        return pixels.of_source(path, lambda sample: sample.caption, 16, DecodeConfig())
+
+    first = pixels.kept(folder, make)
+    again = pixels.kept(folder, lambda: pytest.fail("made again"))
+    assert again.texts == first.texts == ["a cat", "a dog", "ä"]
+    assert np.array_equal(again.pixels, make().pixels)
+    assert again.uids.tolist() == [build.halves(build.uid(n)) for n in range(3)]
+    assert again.copies.tolist() == [1, 1, 1]
+    assert again.take(np.array([True, False, True])).texts == ["a cat", "ä"]

@@ -196,6 +196,11 @@ def test_plan_states_passes_and_keeps_to_the_memory():
     config = NearConfig(task_memory=512 * MIB)
     small, large = memory_plan(config, 10**6, 512), memory_plan(config, 10**9, 512)
     assert small.passes == 1
+    assert small.whole < 512 * MIB < large.whole
+    assert "0.5 GiB: 1 pass" in small.describe(512 * MIB, "/")
+    assert f"0.5 GiB: {large.passes} passes" in large.describe(512 * MIB, "/")
+    hashes = memory_plan(NearConfig(method="phash"), 10**6, 1)
+    assert hashes.disk >= 11 * 16 * 10**6  # a placement in each of eleven bands
     assert large.passes == -(-4 * 6 * 10**9 // config.cluster_count(10**9, 512)) // large.tile_rows + 1
     assert max(small.train, small.spill, small.compare, large.train, large.spill, large.compare) <= 512 * MIB
 
