@@ -128,7 +128,7 @@ def names(path: Path) -> list[str]:
     [
         (["truth.path=null", "held_out.images=null"], "there is nothing to judge by"),
         (["trusted.shards=null"], "trusted.shards: must be given"),
-        (["contestants.trained.poison=2"], "contestants.trained.poison=2"),
+        (["+contestants.trained.poison=2"], "contestants.trained.poison=2"),
         (["held_out.class_names=null"], "held_out.class_names: give"),
         (["~contestants.trained", "~contestants.unfiltered"], "a classifier needs a network"),
     ],
