@@ -61,13 +61,16 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(pool: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run's folder: a top fraction on a column with ties, then exact duplicates."""
-    out = tmp_path_factory.mktemp("out")
+    """A finished run's folder: a top fraction on a column with ties, leaks and duplicates by perceptual hash."""
+    out, photos = tmp_path_factory.mktemp("out"), tmp_path_factory.mktemp("photos")
+    for n in (1, 2, 4, 6, 8, 9):
+        (photos / f"{n}.jpg").write_bytes(jpeg((40, 30), n))
     with pytest.MonkeyPatch.context() as patch:
         work_in_process(patch.setattr)
         code = call(
             curate, f"pool.shards={pool}/*.tar", f"out={out}", "scorer=none", "filters=[column]",
-            "filters.column.column=aesthetic", "filters.column.top_fraction=0.4", "dedup=exact",
+            "filters.column.column=aesthetic", "filters.column.top_fraction=0.4", "dedup=near",
+            "dedup.method=phash", "leakage.method=phash", f"+leakage.sets.photos={photos}",
             "+pool.json_fields.aesthetic=float",
         )  # fmt: skip
     assert code == 0
@@ -96,6 +99,7 @@ def test_numbers_are_the_receipts(run: Path) -> None:
     for reason in {*told["dropped"], *told["rejected"]}:
         assert f"<code>{reason}</code>" in page
     data = explorer_data(page)
+    assert min(told["dropped"][r] for r in ("leaks_photos", "exact_duplicate", "column_below_cut")) > 0
     assert data["above"][data["at"]] == told["kept"]
     assert data["above"][0] - data["above"][data["at"]] == told["dropped"]["column_below_cut"]
 
@@ -122,7 +126,8 @@ def test_captions_stay_text(run: Path) -> None:
 def test_sections_without_data_are_left_out(run: Path) -> None:
     page = made(run)
     sections = re.findall(r'<section id="(\w+)"', page)
-    assert sections == ["funnel", "scores", "pictures", "duplicates", "shards", "time", "config"]
+    assert sections == ["funnel", "scores", "pictures", "duplicates", "leakage", "shards", "time", "config"]
+    assert page.count('<li class="pair">') >= receipt(run)["dropped"]["leaks_photos"] > 0
 
 
 def test_a_pool_out_of_reach_is_told(run: Path, pool: Path) -> None:
@@ -132,7 +137,7 @@ def test_a_pool_out_of_reach_is_told(run: Path, pool: Path) -> None:
     finally:
         away.rename(pool)
     assert "The pool is out of reach from here" in page
-    assert "data:image/webp" not in page
+    assert all(shot["src"] is None for shot in explorer_data(page)["shots"])
     assert explorer_data(page)["above"][0] > 0
 
 
@@ -283,7 +288,7 @@ def chosen(run: Path, tmp_path: Path) -> Path:
     }
     (copy / "proof").mkdir()
     (copy / "proof" / "proof.json").write_text(json.dumps(proof))
-    _influence(copy / "stages" / "02-influence", format_uid(*kept[0].tolist()))
+    _influence(copy / "stages" / "03-influence", format_uid(*kept[0].tolist()))
     make_shard(
         tmp_path / "condensed" / "0.tar",
         [ranked(rank, label) for rank in range(3) for label in ("cat", "<b>")],
