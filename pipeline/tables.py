@@ -160,7 +160,7 @@ class TableSet:
             own = [c for c in columns if c in file.schema_arrow.names]
             frame = _frame(file.read(columns=own))
         absent = [c for c in columns if c not in own]
-        for column in absent if source else ():
+        for column in absent:
             if storage.exists(self.path(shard, f"{column}.parquet")):
                 frame = frame.hstack(self._derived(shard, column))
         if source and (left := [c for c in absent if c not in frame.columns]):
