@@ -1,7 +1,7 @@
 """Judge filters by what comes of them: each keeps the same share of one pool, and a small model learns from it.
 
-python -m jobs.judge_filter pool.shards='/data/pool/*.tar' trusted.shards='/data/trusted/*.tar' \
-    out=/data/judge truth.path=/data/truth.parquet \
+python -m jobs.judge_filter pool.shards='/data/pool/*.tar' trusted.shards='/data/trusted/*.tar' \\
+    out=/data/judge truth.path=/data/truth.parquet \\
     held_out.images=/data/test.parquet 'held_out.class_names=[cat,dog]'
 """
 

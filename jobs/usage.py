@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -12,12 +13,20 @@ import hydra
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
+WIDTH = 110
+
 
 def usage(conf: Path, name: str, about: str, schema: type, sections: Mapping[str, type]) -> str:
     """The help of the job `name`, from its module's docstring and those of its configuration's classes."""
     keys = [_documented("", schema)]
     keys += [_documented(key, kind) for key, kind in {**dict(sections_of(schema)), **sections}.items()]
-    choices = [f"  {group}={' | '.join(names)}" for group, names in sorted(_choices(conf, name).items())]
+    choices = [
+        textwrap.fill(
+            f"{group}={' | '.join(names)}", WIDTH, initial_indent="  ", subsequent_indent="      ",
+            break_on_hyphens=False,
+        )
+        for group, names in sorted(_choices(conf, name).items())
+    ]  # fmt: skip
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(str(conf), version_base="1.3"):
         values = OmegaConf.to_yaml(hydra.compose(name))

@@ -230,7 +230,10 @@ def refusal(err: str) -> str:
         ("filters.dfn.threshold=0.3", "give one and set the other to null"),
         ("filters.dfn.similarity=2", "filters.dfn.similarity: there is no such key"),
         ("+filters.dfn.similarity=2", "filters.dfn.similarity"),
-        ("filters=[dnf]", "choose from basic, caption, clip_score, column, dfn, image, image_based, laion2b"),
+        (
+            "filters=[dnf]",
+            "choose from basic, caption, classifier, clip_score, column, dfn, image, image_based, laion2b, random",
+        ),
         ("+filters.mine.min_words=3", "filters.mine"),
         ("+filters.mine={_target_:filters.rules.Rulez}", "filters.mine._target_=filters.rules.Rulez"),
         ("filters.dfn=null", "filters.dfn: must be a mapping with a _target_"),
