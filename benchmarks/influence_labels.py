@@ -41,7 +41,8 @@ def prepare(data: Path, out: Path) -> None:
     import polars as pl
     import ray
 
-    from filters.network.train import TrainConfig, train_network
+    from filters.network.config import TrainConfig, TrainSpec
+    from filters.network.train import train_network
     from pipeline.cluster import ClusterConfig
     from pipeline.decode import DecodeConfig
     from pipeline.samples import PoolConfig
@@ -57,7 +58,8 @@ def prepare(data: Path, out: Path) -> None:
     network = str(out / "network")
     config = TrainConfig(samples_seen=SAMPLES_SEEN)
     pool = PoolConfig(shards=f"{out}/train/*.tar")
-    done = train_network(network, pool=pool, decode=DecodeConfig(), model="small", init=None, config=config)
+    spec = TrainSpec(out=network, pool=pool, decode=DecodeConfig(), model="small", init=None, config=config)
+    done = train_network(spec)
     print(done.describe())
     arrays: dict[str, np.ndarray] = {}
     for name, table in (("train", train), ("test", test)):

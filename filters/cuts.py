@@ -144,7 +144,7 @@ def cut_table(
         label = truth.labels(hi, lo) if truth else np.full(len(hi), -1)
         all_good += int((label == 1).sum())
         for i, boundary in enumerate(boundaries):
-            kept = frame.select(boundary.includes(score)).to_series().to_numpy()
+            kept = frame.select(boundary.includes(pl.col(score))).to_series().to_numpy()
             both[i] += (kept & other).sum()
             labelled[i] += (kept & (label >= 0)).sum()
             good[i] += (kept & (label == 1)).sum()

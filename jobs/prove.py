@@ -45,7 +45,6 @@ class ProveConfig(ProofConfig):
     `labels.classes` also names the classes for zero-shot prompts.
     proxy, clip: the networks and their training. limit: samples of the pool that enter, at most; a random share of a
     larger pool stands for it.
-    scan_seconds: what scoring the pool took, if no receipt of a run in `out` tells any more.
     """
 
     out: str = MISSING
@@ -58,7 +57,6 @@ class ProveConfig(ProofConfig):
     clip: ClipConfig = field(default_factory=ClipConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     limit: int = 1_000_000
-    scan_seconds: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,8 +66,6 @@ class ProveConfig(ProofConfig):
             raise ValueError("evaluate: give a labelled test set")
         if self.limit < 1:
             raise ValueError(f"limit={self.limit}: at least 1")
-        if self.scan_seconds is not None and not self.scan_seconds >= 0:
-            raise ValueError(f"scan_seconds={self.scan_seconds}: 0 or more, or null")
         if not self.name or "/" in self.name:
             raise ValueError(f"name={self.name}: must be a plain name")
 
@@ -79,7 +75,7 @@ def run(node: DictConfig) -> None:
     here = Run(storage.absolute(config.out, "out"), config.run)
     here.receipt()  # refuses a run that is not there before its folder is made for the lock
     chosen = set(SELECTED) & set(config.arms)
-    selection = selection_seconds(here, config.scan_seconds) if chosen else {}
+    selection = selection_seconds(here) if chosen else {}
     with storage.lock(here.path("proof")):
         judge, image = make_judge(here, config)
         trainings = train_all(judge, config, here.path("proof", "trainings"))
@@ -161,11 +157,11 @@ def pool_images(
     )
 
 
-def selection_seconds(here: Run, scan_seconds: float | None) -> dict[str, float]:
+def selection_seconds(here: Run) -> dict[str, float]:
     """What choosing took: training the filter network, scanning, and each stage, in seconds.
 
-    The scan's time is in the receipts of the runs that opened the shards. Raises Refused when none of those
-    that are left did.
+    The scan counts in full, whichever run it was made for: its tables keep the time. Raises Refused when they
+    do not.
     """
     receipt = here.receipt()
     spent: dict[str, float] = {}
@@ -173,22 +169,11 @@ def selection_seconds(here: Run, scan_seconds: float | None) -> dict[str, float]
     summary = storage.join(weights or "", SUMMARY)  # there is one when jobs.train_filter made the weights
     if weights and storage.exists(summary):
         spent["filter network"] = storage.read_json(summary)["seconds"]
-    spent["scan"] = _scan_seconds(here, receipt) if scan_seconds is None else scan_seconds
+    shard_seconds = here.tables().seconds_per_shard()
+    if shard_seconds is None:
+        raise Refused(f"{here.tables().folder}: it is not known what its scan took; scan into a new `out`")
+    spent["scan"] = shard_seconds * receipt["pool"]["shards"]
     return spent | {k: s for k, s in receipt["seconds"].items() if k != "scan"}
-
-
-def _scan_seconds(here: Run, receipt: dict[str, Any]) -> float:
-    seconds, opened = 0.0, 0
-    for name in storage.listdir(storage.join(here.out, "runs")):
-        path = Run(here.out, name).path("receipt.json")
-        other = storage.read_json(path) if storage.exists(path) else {}
-        if other.get("tables") == receipt["tables"] and other.get("scanned_shards"):
-            seconds, opened = seconds + other["seconds"]["scan"], opened + other["scanned_shards"]
-    if not opened:
-        raise Refused(
-            f"{here.folder}: no receipt in {here.out}/runs tells how long the scan took; give scan_seconds=SECONDS"
-        )
-    return seconds * max(1.0, receipt["pool"]["shards"] / opened)
 
 
 def write(here: Run, config: ProveConfig, proof: Proof, node: dict[str, Any]) -> None:

@@ -31,7 +31,7 @@ EVALUATION_BATCH = 250
 class ClipConfig:
     """The CLIP model and its training from random weights, as `filters.network` trains a filter.
 
-    model: an open_clip model name. lr: peak of the rate; the others: see `filters.network.train.TrainConfig`.
+    model: an open_clip model name. lr: peak of the rate; the others: see `filters.network.config.TrainConfig`.
     """
 
     model: str = "small"

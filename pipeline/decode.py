@@ -91,6 +91,12 @@ class Decoder:
             ).transforms
             self._square = _square_side(preprocess)
 
+    @property
+    def frame(self) -> tuple[int, int]:
+        """Height and width of the pixels that the model takes; (0, 0) without a model."""
+        size = self.preprocess.size if self.preprocess else 0
+        return (size, size) if isinstance(size, int) else (size[0], size[1])
+
     def __call__(self, data: bytes) -> Decoded:
         """Raises ImageRejected; nothing else for any content."""
         try:

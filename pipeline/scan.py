@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -130,7 +131,9 @@ def scan(
     storage.write_json(storage.join(tables.folder, "set.json"), here.identity)
     done, tasks = divide(tables, here.found)
     if tasks:
+        started = time.monotonic()
         done |= _run(here, decode, workers, errors, tasks, done)
+        tables.note_time(len(tasks), time.monotonic() - started)
     reports = [done[shard_id(s)] for s in here.found]
     if not any(r.status.get("ok") for r in reports):
         raise Refused(f"no sample of the pool can be read: {_why(reports)}")

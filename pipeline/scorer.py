@@ -30,6 +30,7 @@ from pipeline.errors import Refused
 
 open_clip.add_model_config(Path(__file__).parent / "models")
 
+ACTIVATIONS = ("gelu", "quick_gelu")
 PRECISIONS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -40,18 +41,23 @@ class ScorerConfig:
     name: the score column is `score_<name>`. model: an open_clip model name.
     weights: a folder written by jobs.train_filter, a checkpoint file, an open_clip tag, or `hf-hub:org/repo`
     (folder and hub bring their own architecture; `model` is then not read).
+    activation: gelu or quick_gelu, the one that the weights were trained with; a network that comes up with
+    the other scores a little worse and says nothing, so it is refused. Null takes what the weights say.
     precision: auto is fp16 on a GPU and fp32 on a CPU. batch_size: pairs embedded at a time.
     """
 
     name: str = "dfn"
     model: str = "ViT-B-32"
     weights: str
+    activation: str | None = None
     precision: str = "auto"
     batch_size: int = 256
 
     def __post_init__(self) -> None:
         if self.precision not in ("auto", *PRECISIONS):
             raise ValueError(f"precision={self.precision}: must be auto, {', '.join(PRECISIONS)}")
+        if self.activation not in (None, *ACTIVATIONS):
+            raise ValueError(f"activation={self.activation}: must be null, {' or '.join(ACTIVATIONS)}")
         if self.batch_size < 1:
             raise ValueError(f"batch_size={self.batch_size}: must be at least 1")
         if not self.name.isidentifier():
@@ -73,7 +79,12 @@ class ScorerConfig:
         marks = (
             {storage.name(f): storage.signature(f) for f in files} if local or "://" in self.weights else {}
         )
-        return {"model": self.model, "weights": self.weights, "files": marks}
+        return {
+            "model": self.model,
+            "weights": self.weights,
+            "activation": self.activation,
+            "files": marks,
+        }
 
 
 class Scorer:
@@ -88,12 +99,12 @@ class Scorer:
         if self.precision == "auto":
             self.precision = "fp16" if self.device.type == "cuda" else "fp32"
         with fetched(config.weights) as weights:
-            model, architecture, self.tokenizer = load_open_clip(config.model, weights)
+            model, architecture, self.tokenizer = load_open_clip(config.model, weights, config.activation)
         self.preprocess = PreprocessCfg(**model.visual.preprocess_cfg)
         self.embed_dim = int(architecture["embed_dim"])
         self.identity = {
             "architecture": architecture,
-            "activation": "quick_gelu" if architecture.get("quick_gelu") else "gelu",
+            "activation": activation(architecture),
             "preprocess": asdict(self.preprocess),
             "precision": self.precision,
             "weights": _digest(model),
@@ -114,22 +125,32 @@ class Scorer:
 
         A zero or non-finite embedding has no direction: its row and its cosine are NaN.
         """
-        unique, inverse = np.unique(np.asarray(captions, dtype=object).astype(str), return_inverse=True)
-        tokens = self.tokenizer(unique.tolist())
         with self._slots, torch.inference_mode(), self._autocast():
-            x = self._normalise(pixels).contiguous(memory_format=torch.channels_last)
-            image = _unit(self.model.encode_image(x))
-            text = _unit(self.model.encode_text(tokens.to(self.device)))[
-                torch.from_numpy(inverse).to(self.device)
-            ]
+            image, text = self._images(pixels), self._texts(captions)
             cosine = (image * text).sum(1)
             return image.cpu().numpy(), text.cpu().numpy(), cosine.cpu().numpy()
+
+    def embed_images(self, pixels: Sequence[torch.Tensor] | torch.Tensor) -> np.ndarray:
+        """n images, uint8 (3, H, W), to unit embeddings, float32 (n, d)."""
+        with self._slots, torch.inference_mode(), self._autocast():
+            return self._images(pixels).cpu().numpy()
 
     def embed_text(self, captions: Sequence[str]) -> np.ndarray:
         """n captions to unit embeddings of the text tower, float32 (n, d); NaN as in `embed`."""
         tokens = self.tokenizer(list(captions)).to(self.device)
         with self._slots, torch.inference_mode(), self._autocast():
             return np.concatenate([_unit(self.model.encode_text(t)).cpu().numpy() for t in tokens.split(256)])
+
+    def _images(self, pixels: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
+        x = self._normalise(pixels).contiguous(memory_format=torch.channels_last)
+        return _unit(self.model.encode_image(x))
+
+    def _texts(self, captions: Sequence[str]) -> torch.Tensor:
+        """Equal captions go through the tower once."""
+        unique, inverse = np.unique(np.asarray(captions, dtype=object).astype(str), return_inverse=True)
+        tokens = self.tokenizer(unique.tolist())
+        text = _unit(self.model.encode_text(tokens.to(self.device)))
+        return text[torch.from_numpy(inverse).to(self.device)]
 
     def _autocast(self) -> Any:
         dtype = PRECISIONS[self.precision]
@@ -155,20 +176,29 @@ def fetched(weights: str) -> Iterator[str]:
         yield local
 
 
-def load_open_clip(model: str, weights: str | None) -> tuple[Any, dict[str, Any], Any]:
+def activation(architecture: dict[str, Any]) -> str:
+    """One of ACTIVATIONS."""
+    return "quick_gelu" if architecture.get("quick_gelu") else "gelu"
+
+
+def load_open_clip(
+    model: str, weights: str | None, wanted: str | None = None
+) -> tuple[Any, dict[str, Any], Any]:
     """(model in float32 on the CPU, its architecture config, tokenizer).
 
     weights: None (random), a folder in open_clip's layout, a file, a tag, or `hf-hub:org/repo`. The
     activation that a published tag was trained with is used, whatever the model name's own default.
+    wanted: the activation that it must have; what does not say which it has gets it. Raises Refused, in one
+    line, when the model cannot be had, or has another activation.
     """
     _known(model, weights)
-    name, tag, quick_gelu = model, weights, False
+    name, tag, quick_gelu = model, weights, wanted == "quick_gelu"
     if weights and weights.startswith("hf-hub:"):
         name, tag = weights, None
     elif weights and os.path.isdir(weights):
         name, tag = f"local-dir:{os.path.abspath(weights)}", None
     elif weights:
-        quick_gelu = bool((open_clip.get_pretrained_cfg(model, weights) or {}).get("quick_gelu"))
+        quick_gelu |= bool((open_clip.get_pretrained_cfg(model, weights) or {}).get("quick_gelu"))
     try:
         with _quiet():
             built = open_clip.create_model(
@@ -179,9 +209,17 @@ def load_open_clip(model: str, weights: str | None) -> tuple[Any, dict[str, Any]
             architecture = dict(open_clip.get_model_config(name))
     except Exception as e:  # open_clip and the hub raise many types; all mean that there is no model
         cause = str(e).splitlines()[0] if str(e) else type(e).__name__
-        raise Refused(f"cannot load model={model} weights={weights}: {cause}") from None
+        fetch = "" if weights is None or os.path.exists(weights) else (
+            "; without access to the hub, name a file or folder fetched by hand as weights"
+        )  # fmt: skip
+        raise Refused(f"cannot load model={model} weights={weights}: {cause}{fetch}") from None
     if quick_gelu:
         architecture["quick_gelu"] = True
+    if wanted and activation(architecture) != wanted:
+        raise Refused(
+            f"activation={wanted}: model={model} weights={weights} has {activation(architecture)}; scores made"
+            " with the wrong activation are a little wrong everywhere"
+        )
     return built, architecture, tokenizer
 
 

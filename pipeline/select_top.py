@@ -22,9 +22,9 @@ class Boundary:
     uid_hi: int
     uid_lo: int
 
-    def includes(self, score: str) -> pl.Expr:
+    def includes(self, score: pl.Expr) -> pl.Expr:
         """True for rows at or before the boundary; false for NaN and null."""
-        value, hi, lo = pl.col(score).cast(pl.Float64), pl.col("uid_hi"), pl.col("uid_lo")
+        value, hi, lo = score.cast(pl.Float64), pl.col("uid_hi"), pl.col("uid_lo")
         tie = (hi < self.uid_hi) | ((hi == self.uid_hi) & (lo <= self.uid_lo))
         above = (value > self.score) & value.is_not_nan()
         return (above | ((value == self.score) & tie)).fill_null(False)

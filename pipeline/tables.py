@@ -6,6 +6,7 @@ features/<table set>/<shard id>.text.npy
 features/<table set>/<shard id>.<column>.parquet   a column that was made later, see `write_column`
 features/<table set>/<shard id>.json        the shard's report; written last, so it commits the rest
 features/<table set>/set.json               what the tables were made with
+features/<table set>/scans.json             shards opened and seconds of each finished scan
 """
 
 from __future__ import annotations
@@ -125,6 +126,19 @@ class TableSet:
     def identity(self) -> dict[str, Any]:
         return storage.read_json(storage.join(self.folder, "set.json"))
 
+    def note_time(self, shards: int, seconds: float) -> None:
+        """Add a scan to `scans.json`: how many shards it opened, and what it took."""
+        path = storage.join(self.folder, "scans.json")
+        noted = storage.read_json(path) if storage.exists(path) else []
+        storage.write_json(path, [*noted, {"shards": shards, "seconds": round(seconds, 3)}])
+
+    def seconds_per_shard(self) -> float | None:
+        """What a shard took, over all scans that came to their end; None when none did."""
+        path = storage.join(self.folder, "scans.json")
+        noted = storage.read_json(path) if storage.exists(path) else []
+        shards = sum(n["shards"] for n in noted)
+        return sum(n["seconds"] for n in noted) / shards if shards else None
+
     def schema(self, shard: str) -> pa.Schema:
         """The table's own columns and those of its metadata file; columns derived later are not among them."""
         with storage.open_file(self.path(shard, "parquet")) as f:
@@ -146,7 +160,7 @@ class TableSet:
             own = [c for c in columns if c in file.schema_arrow.names]
             frame = _frame(file.read(columns=own))
         absent = [c for c in columns if c not in own]
-        for column in absent if source else ():
+        for column in absent:
             if storage.exists(self.path(shard, f"{column}.parquet")):
                 frame = frame.hstack(self._derived(shard, column))
         if source and (left := [c for c in absent if c not in frame.columns]):

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import affine_grid, grid_sample
 
+from filters.network.world import Rows
+
 ASPECT = 4 / 3  # as in torchvision's RandomResizedCrop
 
 
@@ -33,34 +35,42 @@ class AugmentConfig:
                 raise ValueError(f"{key}={getattr(self, key)}: must be between 0 and 1")
 
 
-def augment(images: torch.Tensor, config: AugmentConfig) -> torch.Tensor:
-    """float (n, 3, H, W), values 0 to 255, to the same; draws from torch's global generator."""
+def augment(images: torch.Tensor, config: AugmentConfig, rows: Rows | None = None) -> torch.Tensor:
+    """float (n, 3, H, W), values 0 to 255, to the same; draws from torch's global generator.
+
+    rows: which of a batch these images are; the draws are made for all of it, so that an image is changed
+    in the same way on whichever worker it lies.
+    """
+    if len(images) == 0:  # a worker can be without a share in a small batch; grid_sample takes no empty one
+        return images
+    draw = _Draw(images.device, rows or Rows(torch.arange(len(images)), len(images)))
     if config.min_area < 1 or config.flip > 0:
-        grid = affine_grid(_boxes(images, config), list(images.shape), align_corners=False)
+        grid = affine_grid(_boxes(draw, config), list(images.shape), align_corners=False)
         images = grid_sample(images, grid, padding_mode="reflection", align_corners=False)
     if config.colour > 0:
-        n, c = images.shape[:2]
-        gain = 1 + config.colour * (_uniform(images, n, 1, 1, 1) + _uniform(images, n, c, 1, 1)) / 2
+        gain = 1 + config.colour * (draw(1, 1, 1) + draw(images.shape[1], 1, 1)) / 2
         images = (images * gain).clamp(0, 255)
     return images
 
 
-def _boxes(images: torch.Tensor, config: AugmentConfig) -> torch.Tensor:
+class _Draw:
+    """Uniform numbers in [-1, 1) for the rows at hand of a whole batch's."""
+
+    def __init__(self, device: torch.device, rows: Rows) -> None:
+        self.device, self.n, self.at = device, rows.n, rows.at.to(device)
+
+    def __call__(self, *shape: int) -> torch.Tensor:
+        return torch.rand(self.n, *shape, device=self.device)[self.at] * 2 - 1
+
+
+def _boxes(draw: _Draw, config: AugmentConfig) -> torch.Tensor:
     """(n, 2, 3) maps from output to input coordinates (-1 to 1): a box within the frame, mirrored or not."""
-    n = len(images)
     half = (1 + config.min_area) / 2
-    area = half + (1 - half) * _uniform(images, n)
-    aspect = (
-        torch.exp(math.log(ASPECT) * _uniform(images, n)) if config.min_area < 1 else torch.ones_like(area)
-    )
+    area = half + (1 - half) * draw()
+    aspect = torch.exp(math.log(ASPECT) * draw()) if config.min_area < 1 else torch.ones_like(area)
     width, height = (area * aspect).sqrt().clamp(max=1), (area / aspect).sqrt().clamp(max=1)
-    mirror = torch.where(torch.rand(n, device=images.device) < config.flip, -1.0, 1.0)
-    boxes = torch.zeros(n, 2, 3, device=images.device)
+    mirror = torch.where((draw() + 1) / 2 < config.flip, -1.0, 1.0)
+    boxes = torch.zeros(len(area), 2, 3, device=draw.device)
     boxes[:, 0, 0], boxes[:, 1, 1] = width * mirror, height
-    boxes[:, 0, 2], boxes[:, 1, 2] = (1 - width) * _uniform(images, n), (1 - height) * _uniform(images, n)
+    boxes[:, 0, 2], boxes[:, 1, 2] = (1 - width) * draw(), (1 - height) * draw()
     return boxes
-
-
-def _uniform(like: torch.Tensor, *shape: int) -> torch.Tensor:
-    """float32 in [-1, 1) on the device of `like`."""
-    return torch.rand(shape, device=like.device) * 2 - 1

@@ -3,6 +3,10 @@
 An epoch goes through the shards in a random order, a window of whole shards at a time, and draws its
 batches from the window's pairs in random order. Decoded shards stay in memory as long as the budget
 lasts, so a small trusted set is decoded once, and one of 10^8 pairs takes the memory of two windows.
+
+Of several workers each decodes and holds its own samples, every so-manieth of a shard, and all draw the same
+batches: what can be read is told between them, pixels are not. A worker's part of a batch is therefore
+an equal share only on average.
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from filters.network.captions import Captioner
+from filters.network.world import Rows, World
 from pipeline import shards, storage
 from pipeline.decode import Decoder, ImageRejected
 from pipeline.errors import Refused, WinnowError
@@ -63,6 +69,14 @@ class Pairs(NamedTuple):
         return self.images.nbytes + self.tokens.nbytes
 
 
+class Batch(NamedTuple):
+    """A worker's part of a batch. largest: pairs of the worker that holds most of it."""
+
+    pairs: Pairs
+    rows: Rows
+    largest: int
+
+
 class Position(NamedTuple):
     """The next batch: `batch` of the window that starts at shard number `start` of the epoch's order."""
 
@@ -82,42 +96,60 @@ class Tally:
 
 
 class _Shard(NamedTuple):
-    """A decoded shard."""
+    """A worker's part of a decoded shard."""
 
     training: Pairs
     held_out: Pairs
+
+
+REJECTED, TRAINING, HELD_OUT = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """This worker's pairs of one shard, among all that there are: whose each is, and which of its owner's."""
+
+    pairs: Pairs
+    owner: np.ndarray
+    place: np.ndarray
 
 
 @dataclass(frozen=True)
 class _Window:
     """Decoded shards, the random order of their rows as (shard, row), and the shard that follows."""
 
-    shards: list[Pairs]
+    shards: list[_Slice]
     rows: np.ndarray
     stop: int
 
 
 class TrustedPairs:
-    """The pairs of `pool`, decoded by `decoder` and tokenised by `tokenizer`.
+    """The pairs of `pool`, decoded by `decoder` and tokenised by `tokenizer`; those of this worker of `world`.
+
+    captioner: gives samples that have a label and no caption one.
 
     Raises Refused when shards are missing (unless `pool.missing` is skip) or there are none. `tallies`
     holds what was found in each shard read so far, by its number; `digest` changes when a shard does.
     """
 
     def __init__(
-        self, pool: PoolConfig, decoder: Decoder, tokenizer: Tokenizer, config: DataConfig, seed: int = 0
-    ) -> None:
+        self, pool: PoolConfig, decoder: Decoder, tokenizer: Tokenizer, config: DataConfig, seed: int = 0,
+        captioner: Captioner | None = None, world: World | None = None,
+    ) -> None:  # fmt: skip
         self.pool, self.decoder, self.tokenizer = pool, decoder, tokenizer
         self.config, self.seed = config, seed
+        self.captioner, self.world = captioner, world or World()
         self.paths = _present(pool)
         self.digest = _digest(self.paths)
         self.tallies: dict[int, Tally] = {}
         self._counts = shards.CountFiles()
         self._cache: dict[int, Pairs] = {}
         self._free = config.cache_bytes
-        self._decoders = ThreadPoolExecutor(os.cpu_count(), "decode")
+        self._fates: dict[int, np.ndarray] = {}  # of every sample of a shard, whoever holds it
+        threads = max(1, (os.cpu_count() or 1) // self.world.neighbours)
+        self._decoders = ThreadPoolExecutor(threads, "decode")
 
-    def batches(self, size: int, position: Position) -> Generator[tuple[Pairs, Position], None, None]:
+    def batches(self, size: int, position: Position) -> Generator[tuple[Batch, Position], None, None]:
         """Batches without end from `position` on, each with the position that follows it.
 
         Pairs left over at the end of a window wait for the next epoch. A pool of less than `size` pairs is
@@ -138,21 +170,22 @@ class TrustedPairs:
                 last = len(window.rows) // n - 1
                 for b in range(batch, last + 1):
                     position = Position(epoch, start, b + 1) if b < last else after
-                    yield _take(window, b * n, n), position
+                    yield self._take(window, b * n, n), position
                 position = after
 
-    def held_out(self) -> Pairs | None:
+    def held_out(self) -> Batch | None:
         """The held-out pairs, in the order of the shards; None when there are none."""
-        found: list[Pairs] = []
+        slices: list[_Slice] = []
         left = self.config.held_out_limit if self.config.held_out else 0
         for number in range(len(self.paths)):
             if left == 0:
                 break
-            images, tokens = self._read(number).held_out
-            if len(images):
-                found.append(Pairs(images[:left], tokens[:left]))
-                left -= len(found[-1].images)
-        return Pairs(*(torch.cat(x) for x in zip(*found))) if found else None
+            pairs = self._read(number).held_out
+            owner, place = self._owners(number, HELD_OUT)
+            slices.append(_Slice(pairs, owner[:left], place[:left]))
+            left -= len(slices[-1].owner)
+        window = _Window(slices, _rows(slices), 0)
+        return self._take(window, 0, len(window.rows)) if len(window.rows) else None
 
     def report(self) -> dict[str, Any]:
         """Counts over the shards read so far.
@@ -176,46 +209,89 @@ class TrustedPairs:
 
     def _window(self, epoch: int, start: int, size: int) -> _Window:
         order = np.random.default_rng([self.seed, epoch]).permutation(len(self.paths))
-        taken: list[Pairs] = []
+        taken: list[_Slice] = []
         for stop in range(start, len(order)):
-            taken.append(self._shard(int(order[stop])))
-            if sum(len(p.images) for p in taken) >= max(self.config.window, size):
+            number = int(order[stop])
+            taken.append(_Slice(self._shard(number), *self._owners(number, TRAINING)))
+            if sum(len(s.owner) for s in taken) >= max(self.config.window, size):
                 break
-        rows = np.array([(i, r) for i, p in enumerate(taken) for r in range(len(p.images))]).reshape(-1, 2)
-        rows = np.random.default_rng([self.seed, epoch, start]).permutation(rows)
+        rows = np.random.default_rng([self.seed, epoch, start]).permutation(_rows(taken))
         return _Window(taken, rows, stop + 1)
 
     def _shard(self, number: int) -> Pairs:
         """The training pairs of a shard, from memory or decoded anew."""
         return self._cache[number] if number in self._cache else self._read(number).training
 
+    def _owners(self, number: int, fate: int) -> tuple[np.ndarray, np.ndarray]:
+        """For each sample of a shard with this fate, in shard order: its worker, and its place among that one's."""
+        owner = (np.flatnonzero(self._fates[number] == fate) + number) % self.world.size
+        place = np.zeros(len(owner), np.int64)
+        for rank in range(self.world.size):
+            mine = owner == rank
+            place[mine] = np.arange(mine.sum())
+        return owner, place
+
+    def _take(self, window: _Window, start: int, n: int) -> Batch:
+        """This worker's part of the rows [start, start + n) of a window."""
+        rows = window.rows[start : start + n]
+        owner = np.array([window.shards[s].owner[r] for s, r in rows])
+        at = np.flatnonzero(owner == self.world.rank)
+        found = [(window.shards[s].pairs, window.shards[s].place[r]) for s, r in rows[at]]
+        if found:
+            pairs = Pairs(
+                torch.stack([p.images[i] for p, i in found]), torch.stack([p.tokens[i] for p, i in found])
+            )
+        else:
+            pairs = self._pairs([])
+        return Batch(pairs, Rows(torch.from_numpy(at), len(rows)), int(np.bincount(owner).max()))
+
     def _read(self, number: int) -> _Shard:
-        """Decode a whole shard, count it, and keep its training pairs if there is room."""
+        """Decode this worker's part of a shard, count the whole, and keep its training pairs if there is room."""
         path = self.paths[number]
         with shards.open_shard(path) as shard:
             index = shard.index(self._counts.promised(path))
-            tally = Tally(damage=f"{index.reason}: {index.detail}" if index.reason else "")
-            rejected = Counter({index.reason: index.lost} if index.reason and index.lost else {})
             read = partial(self._sample, shard, storage.name(path), index.incomplete)
+            first = (self.world.rank - number) % self.world.size
             kept: dict[bool, list[tuple[torch.Tensor, str]]] = {True: [], False: []}
-            for sample, pixels in self._decoders.map(read, index.samples):
+            fates: list[int | str] = []
+            for sample, pixels in self._decoders.map(read, index.samples[first :: self.world.size]):
                 if pixels is None:
-                    rejected[sample.status] += 1
+                    fates.append(sample.status)
                 else:
-                    kept[self._is_held_out(sample)].append((pixels, sample.caption or ""))
+                    held_out = self._is_held_out(sample)
+                    fates.append(HELD_OUT if held_out else TRAINING)
+                    kept[held_out].append((pixels, sample.caption or ""))
         content = _Shard(self._pairs(kept[False]), self._pairs(kept[True]))
-        tally.trained_on, tally.held_out, tally.rejected = len(kept[False]), len(kept[True]), dict(rejected)
-        self.tallies[number] = tally
+        if number not in self._fates:
+            self._count(number, index, fates)
         if content.training.nbytes <= self._free:
             self._free -= content.training.nbytes
             self._cache[number] = content.training
         return content
+
+    def _count(self, number: int, index: shards.ShardIndex, own: list[int | str]) -> None:
+        """Learn the fates of the whole shard from all workers; on a first reading, which all do in one order."""
+        whole: list[int | str] = [REJECTED] * len(index.samples)
+        for rank, fates in enumerate(self.world.exchange(own)):
+            whole[(rank - number) % self.world.size :: self.world.size] = fates
+        rejected = Counter(f for f in whole if isinstance(f, str))
+        if index.reason and index.lost:
+            rejected[index.reason] += index.lost
+        self._fates[number] = np.array([REJECTED if isinstance(f, str) else f for f in whole], np.uint8)
+        self.tallies[number] = Tally(
+            trained_on=whole.count(TRAINING),
+            held_out=whole.count(HELD_OUT),
+            rejected=dict(rejected),
+            damage=f"{index.reason}: {index.detail}" if index.reason else "",
+        )
 
     def _sample(
         self, shard: shards.Shard, name: str, incomplete: set[str], raw: shards.RawSample
     ) -> tuple[Sample, torch.Tensor | None]:
         """A sample and its pixels, or None with the reason in its status."""
         sample = read_sample(shard, name, raw, self.pool)
+        if self.captioner:
+            self.captioner.caption(sample)
         if raw.key in incomplete:
             sample.status = "truncated_shard"
         if sample.status != "ok" or sample.image is None:
@@ -231,7 +307,8 @@ class TrustedPairs:
 
     def _pairs(self, samples: list[tuple[torch.Tensor, str]]) -> Pairs:
         if not samples:
-            return Pairs(torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.int32))
+            tokens = self.tokenizer([""]).to(torch.int32)[:0]
+            return Pairs(torch.empty(0, 3, *self.decoder.frame, dtype=torch.uint8), tokens)
         distinct: dict[str, int] = {}
         rows = [distinct.setdefault(caption, len(distinct)) for _, caption in samples]
         tokens = self.tokenizer(list(distinct)).to(torch.int32)
@@ -243,11 +320,10 @@ class TrustedPairs:
         return int.from_bytes(digest, "big") < self.config.held_out * 2**64
 
 
-def _take(window: _Window, start: int, n: int) -> Pairs:
-    rows = window.rows[start : start + n]
-    return Pairs(
-        torch.stack([window.shards[s].images[r] for s, r in rows]),
-        torch.stack([window.shards[s].tokens[r] for s, r in rows]),
+def _rows(slices: list[_Slice]) -> np.ndarray:
+    """(slice, row in it) of all rows, int64 (n, 2)."""
+    return np.array([(i, r) for i, s in enumerate(slices) for r in range(len(s.owner))], np.int64).reshape(
+        -1, 2
     )
 
 

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import log_softmax
 
-Gather = Callable[[torch.Tensor], torch.Tensor]
+from filters.network.world import Rows, World
 
-
-def alone(rows: torch.Tensor) -> torch.Tensor:
-    """The gather of a single device: its own rows are the whole batch."""
-    return rows
+ALONE = World()
 
 
 def contrastive_loss(
@@ -20,21 +15,29 @@ def contrastive_loss(
     text: torch.Tensor,
     captions: torch.Tensor,
     scale: torch.Tensor,
-    gather: Gather = alone,
+    world: World = ALONE,
+    rows: Rows | None = None,
 ) -> torch.Tensor:
-    """Mean of the image-to-text and text-to-image cross-entropy, a scalar.
+    """This worker's part of the mean image-to-text and text-to-image cross-entropy, a scalar.
 
     image, text: float (n, d), unit rows; row i of both is pair i. captions: int (n,) or (n, length), rows
-    equal where captions are. scale: what cosines are multiplied by. gather: gives all devices' rows for
-    this device's, with gradients where the input has them.
+    equal where captions are. scale: what cosines are multiplied by. rows: which of the batch's N pairs
+    these n are; None when they are all of them.
+
+    The parts of all workers add up to the loss of the batch, and their gradients to its gradients. A worker
+    holds n x N similarities, as open_clip's ClipLoss does with local_loss and gather_with_grad.
 
     The target of a pair is uniform over all pairs of the batch with its caption (Yang et al., "Unified
     Contrastive Learning in Image-Text-Label Space", CVPR 2022, equations 3-5), so that a second "a photo
     of a cat" is not pushed away from the first. With distinct captions it is open_clip's ClipLoss.
     """
-    image, text, captions = gather(image), gather(text), gather(captions)
-    logits = scale * image.float() @ text.float().T
+    image, text = image.float(), text.float()
+    if rows is None:
+        rows = Rows(torch.arange(len(image)), len(image))
+    all_image, all_text, captions = (world.gather(x, rows) for x in (image, text, captions))
     _, group = torch.unique(captions, dim=0, return_inverse=True)
-    same = (group[:, None] == group[None, :]).to(logits.dtype)
+    same = (group[rows.at.to(group.device)][:, None] == group[None, :]).to(image.dtype)
     target = same / same.sum(1, keepdim=True)
-    return (cross_entropy(logits, target) + cross_entropy(logits.T, target)) / 2
+    to_text = log_softmax(scale * image @ all_text.T, dim=1)
+    to_image = log_softmax(scale * text @ all_image.T, dim=1)
+    return -(target * (to_text + to_image)).sum() / (2 * rows.n)

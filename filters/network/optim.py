@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 BETAS = (0.9, 0.98)  # Radford et al. 2021, table 18
+EPSILON = 1e-6  # same; a hundred times torch's, so that rounding errors do not become steps of their own
 MAX_LOGIT_SCALE = 100.0  # same, section 2.5
 
 
@@ -26,7 +27,7 @@ def adamw(model: torch.nn.Module, weight_decay: float) -> torch.optim.AdamW:
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=0.0, betas=BETAS, fused=True)
+    return torch.optim.AdamW(groups, lr=0.0, betas=BETAS, eps=EPSILON, fused=True)
 
 
 def clamp_logit_scale(model: Any) -> None:

@@ -26,6 +26,7 @@ from filters.network.evaluate import HeldOut
 from pipeline import storage
 
 SUMMARY = "train.json"
+WEIGHTS = HF_SAFE_WEIGHTS_NAME
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class TrainResult:
     weights_of_step: int
     held_out: HeldOut | None
     versions: dict[str, str]
+    workers: int = 1
 
     def describe(self) -> str:
         """One line for a person."""
@@ -77,7 +79,7 @@ class TrainResult:
 
 def write_model(out: str, model: Any, architecture: dict[str, Any], tokenizer: Any) -> None:
     tensors = {k: v.detach().cpu().contiguous().clone() for k, v in model.state_dict().items()}
-    with storage.commit(storage.join(out, HF_SAFE_WEIGHTS_NAME)) as tmp:
+    with storage.commit(storage.join(out, WEIGHTS)) as tmp:
         save_file(tensors, tmp)
     preprocess = {
         k: v for k, v in model.visual.preprocess_cfg.items() if k != "size"

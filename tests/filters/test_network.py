@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,15 +20,21 @@ import torch
 from open_clip.loss import ClipLoss
 from open_clip.transform import PreprocessCfg
 from PIL import Image
+from safetensors.torch import load_file
 from torch.nn.functional import normalize
 
-from filters.network import train as training
+from filters.network import loop as training
 from filters.network.augment import AugmentConfig, augment
+from filters.network.captions import Captioner, CaptionsConfig
+from filters.network.config import TrainConfig, TrainSpec
 from filters.network.data import DataConfig, Position, TrustedPairs
 from filters.network.evaluate import auc, judge
+from filters.network.loop import CHECKPOINT
 from filters.network.loss import contrastive_loss
 from filters.network.optim import adamw, learning_rate
-from filters.network.train import CHECKPOINT, TrainConfig, train_network
+from filters.network.recipe import Finetune, train_recipe
+from filters.network.result import WEIGHTS
+from filters.network.train import train_network
 from pipeline.decode import DecodeConfig, Decoder
 from pipeline.errors import Refused, WinnowError
 from pipeline.samples import PoolConfig
@@ -92,15 +99,15 @@ def trusted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(out: Path, shards: Path | str, config: TrainConfig = TINY, init: str | None = None):
-    return train_network(
-        str(out),
-        pool=PoolConfig(shards=str(shards)),
-        decode=DecodeConfig(),
-        model="tiny-test",
-        init=init,
+def spec(out: Path, shards: Path | str, config: TrainConfig = TINY, init: str | None = None) -> TrainSpec:
+    return TrainSpec(
+        out=str(out), pool=PoolConfig(shards=str(shards)), decode=DecodeConfig(), model="tiny-test", init=init,
         config=config,
-    )
+    )  # fmt: skip
+
+
+def train(out: Path, shards: Path | str, config: TrainConfig = TINY, init: str | None = None):
+    return train_network(spec(out, shards, config, init))
 
 
 @pytest.fixture(scope="module")
@@ -139,15 +146,6 @@ def test_equal_captions_are_positives():
         expected -= sum((rows[i, p] + columns[p, i]) / len(positives) for p in positives) / 8
     tokens = torch.tensor([[5, 1], [6, 1], [5, 1], [6, 2]])
     torch.testing.assert_close(contrastive_loss(image, text, tokens, torch.tensor(10.0)), expected)
-
-
-def test_loss_spans_what_gather_brings():
-    image, text, captions = unit(8, 0), unit(8, 1), torch.tensor([0, 1, 2, 3, 0, 1, 4, 5])
-    halves = iter([image, text, captions])
-    got = contrastive_loss(
-        image[:4], text[:4], captions[:4], torch.tensor(5.0), gather=lambda rows: next(halves)
-    )
-    torch.testing.assert_close(got, contrastive_loss(image, text, captions, torch.tensor(5.0)))
 
 
 # ---------------------------------------------------------------- schedule, optimiser, augmentation, figures
@@ -216,7 +214,7 @@ def drawn(pairs: TrustedPairs, size: int, n: int, position: Position = Position(
     batches = pairs.batches(size, position)
     out = [next(batches) for _ in range(n)]
     batches.close()
-    return [hash(b.images.numpy().tobytes() + b.tokens.numpy().tobytes()) for b, _ in out], [
+    return [hash(b.pairs.images.numpy().tobytes() + b.pairs.tokens.numpy().tobytes()) for b, _ in out], [
         p for _, p in out
     ]
 
@@ -239,14 +237,14 @@ def test_an_epoch_takes_each_pair_once_and_never_a_held_out_one(trusted: Path):
     held_out = pairs.held_out()
     batch, position = next(pairs.batches(1000, Position()))
     assert position == Position(epoch=1)
-    images = {x.numpy().tobytes() for x in batch.images}
-    kept_apart = {x.numpy().tobytes() for x in held_out.images}
+    images = {x.numpy().tobytes() for x in batch.pairs.images}
+    kept_apart = {x.numpy().tobytes() for x in held_out.pairs.images}
     report = pairs.report()
-    assert len(images) == len(batch.images) == report["trained_on"]
-    assert len(kept_apart) == len(held_out.images) == report["held_out"]
+    assert len(images) == len(batch.pairs.images) == report["trained_on"]
+    assert len(kept_apart) == len(held_out.pairs.images) == report["held_out"]
     assert not images & kept_apart
     assert 45 < len(kept_apart) < 100
-    assert len(stream(trusted, held_out=0.3, held_out_limit=30).held_out().images) == 30
+    assert len(stream(trusted, held_out=0.3, held_out_limit=30).held_out().pairs.images) == 30
     assert stream(trusted, held_out=0).held_out() is None
 
 
@@ -304,7 +302,7 @@ def test_result_folder_is_open_clips(trained, trusted: Path):
     curve = (out / "curve.csv").read_text().splitlines()
     assert curve[0] == "step,samples_seen,learning_rate,loss,logit_scale,held_out_auc"
     assert curve[-1].startswith(f"{result.steps},{result.samples_seen},")
-    pixels = stream(trusted, held_out=0.3).held_out().images[:20]
+    pixels = stream(trusted, held_out=0.3).held_out().pairs.images[:20]
     captions = ["a red square", "a blue square"] * 10
     image, text, cosine = Scorer(ScorerConfig(weights=str(out), precision="fp32")).embed(pixels, captions)
     model, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{out}")
@@ -345,16 +343,15 @@ def test_a_set_smaller_than_a_batch(trusted: Path, tmp_path: Path):
 KILLED = """
 import os, sys
 from pathlib import Path
-from filters.network import train
+from filters.network.loop import Loop
 from tests.filters import test_network
-saves = 0
-save = train._Training._save
+save = Loop._save
 def save_and_tell(self):
     save(self)
     print(self.step, flush=True)
     if self.step == 4:
         sys.stdin.read()  # until the test kills this process
-train._Training._save = save_and_tell
+Loop._save = save_and_tell
 test_network.train(Path(sys.argv[1]), sys.argv[2])
 """
 
@@ -409,3 +406,64 @@ def interrupted(*_args: object) -> None:
 def test_settings_out_of_range_name_themselves(key: str, value):
     with pytest.raises(ValueError, match=f"{key}={value}"):
         TrainConfig(**{key: value})
+
+
+# ---------------------------------------------------------------- captions, stages
+
+
+def labelled(folder: Path) -> Path:
+    """Squares with a label in place of a caption; every fifth has no label either."""
+    rng, names = np.random.default_rng(3), list(COLOURS)
+    samples = []
+    for i in range(60):
+        label = {} if i % 5 == 4 else {"cls": str(i % len(names)).encode()}
+        samples.append({"png": square(names[i % len(names)], rng)} | label)
+    write_shard(folder / "labelled.tar", samples)
+    return folder / "labelled.tar"
+
+
+def test_labels_become_sentences(tmp_path: Path):
+    config = CaptionsConfig(class_names=list(COLOURS), templates=["a {} square", "{}, painted"])
+    decoder, tokenizer = Decoder(DecodeConfig(), PreprocessCfg(size=32)), open_clip.get_tokenizer("tiny-test")
+    pool, data = PoolConfig(shards=str(labelled(tmp_path))), DataConfig(held_out=0)
+    pairs = TrustedPairs(pool, decoder, tokenizer, data, captioner=Captioner(config))
+    batch, _ = next(pairs.batches(100, Position()))
+    sentences = tokenizer([t.format(c) for c in COLOURS for t in ("a {} square", "{}, painted")])
+    seen = {tuple(row.tolist()) for row in batch.pairs.tokens}
+    assert seen <= {tuple(row.tolist()) for row in sentences}
+    assert len(seen) > len(COLOURS)
+    assert pairs.report()["rejected"] == {"missing_caption": 12}
+
+
+def test_class_names_and_templates(tmp_path: Path):
+    assert len(CaptionsConfig(class_names="imagenet").names()) == 1000
+    assert len(CaptionsConfig(class_names="imagenet").sentences()) == 80
+    (tmp_path / "names.txt").write_text("cat\n\nsea lion\n")
+    captioner = Captioner(CaptionsConfig(class_names=str(tmp_path / "names.txt"), templates="simple"))
+    assert [captioner.label(x) for x in ("0", "sea lion", "2", None)] == [0, 1, None, None]
+    with pytest.raises(Refused, match="neither imagenet nor a file"):
+        CaptionsConfig(class_names="/no/such/file").names()
+    with pytest.raises(ValueError, match="each must have"):
+        CaptionsConfig(class_names=["cat"], templates=["a photo"])
+
+
+def test_stages_and_their_average(trained, trusted: Path, tmp_path: Path):
+    first = spec(tmp_path, trusted, replace(TINY, samples_seen=320, lr=1e-3), init=str(trained[0]))
+    captions = CaptionsConfig(class_names=list(COLOURS), templates=["a {} square"])
+    second = replace(
+        first, pool=PoolConfig(shards=[str(trusted), str(labelled(tmp_path))]), captions=captions,
+        config=replace(TINY, samples_seen=320, lr=1e-3),
+    )  # fmt: skip
+    result = train_recipe(first, Finetune(spec=second, average=0.25))
+    a, b, mixed = (load_file(tmp_path / f / WEIGHTS) for f in ("pretrained", "finetuned", "."))
+    for key in ("visual.head.proj.weight", "token_embedding.weight", "logit_scale"):
+        torch.testing.assert_close(mixed[key], 0.75 * a[key] + 0.25 * b[key])
+    assert result.steps == 20
+    figures = json.loads((tmp_path / "recipe.json").read_text())["held_out_of_finetuning"]
+    assert figures["average"]["auc"] == result.held_out.auc > 0.9
+    assert figures.keys() == {"pretrained", "finetuned", "average"}
+    before = weights(tmp_path)
+    assert train_recipe(first, Finetune(spec=second, average=0.25)).held_out == result.held_out
+    assert weights(tmp_path) == before
+    with pytest.raises(Refused, match=r"other settings \(average\)"):
+        train_recipe(first, Finetune(spec=second, average=0.5))

@@ -21,6 +21,7 @@ GIVEN = {
     "demo": ["out={tmp}/out"],
     "explain": ["out={tmp}", "uid=0123456789abcdef0123456789abcdef"],
     "influence": ["features=/nowhere.npz", "out={tmp}/out"],
+    "judge_filter": ["pool.shards=/nowhere/*.tar", "out={tmp}/out", "truth.path=/nowhere.parquet"],
     "plan": ["pool.shards=/nowhere/*.tar", "out={tmp}/out", "scorer.weights=/nowhere"],
     "prove": ["out={tmp}/out"],
     "report": ["out={tmp}"],

@@ -6,9 +6,12 @@ import json
 import shutil
 from pathlib import Path
 
+import huggingface_hub
 import numpy as np
+import open_clip
 import pytest
 import torch
+from omegaconf import DictConfig, OmegaConf
 from safetensors.torch import load_file, save_file
 
 from pipeline.errors import Refused
@@ -94,3 +97,46 @@ def test_an_empty_folder_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(Refused) as error:
         load(tmp_path)
     assert "\n" not in str(error.value)
+
+
+def test_the_wanted_activation_is_given_or_the_network_refused(tiny_scorer: Path, tmp_path: Path) -> None:
+    quick = changed(tiny_scorer, tmp_path / "quick", quick_gelu=True)
+    assert load(tiny_scorer).identity["activation"] == "gelu"
+    assert load(tiny_scorer, activation="quick_gelu").fingerprint == load(quick).fingerprint
+    assert load(quick, activation="quick_gelu").fingerprint == load(quick).fingerprint
+    with pytest.raises(Refused, match=r"activation=gelu: .* has quick_gelu"):
+        load(quick, activation="gelu")
+    with pytest.raises(ValueError, match="activation=relu"):
+        load(quick, activation="relu")
+
+
+def published() -> list[tuple[str, DictConfig]]:
+    files = sorted((Path(__file__).parents[2] / "conf" / "scorer").glob("*.yaml"))
+    found = [(f.stem, OmegaConf.load(f)) for f in files if f.stem not in ("none", "open_clip")]
+    return [(name, config) for name, config in found if isinstance(config, DictConfig)]
+
+
+@pytest.mark.parametrize(("name", "config"), published())
+def test_published_scorers_exist_and_name_their_activation(name: str, config: DictConfig) -> None:
+    scorer = ScorerConfig(**config)
+    assert scorer.name == name
+    if not scorer.weights.startswith("hf-hub:"):
+        tag = open_clip.get_pretrained_cfg(scorer.model, scorer.weights)
+        assert tag, "no such tag of the model"
+        assert scorer.activation == ("quick_gelu" if tag.get("quick_gelu") else "gelu")
+    assert (scorer.activation == "quick_gelu") == name.startswith(("dfn", "openai"))
+
+
+@pytest.mark.parametrize("name", ["dfn_public", "openai_b32"])
+def test_weights_that_cannot_be_fetched_are_told_in_one_line(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    config = ScorerConfig(**dict(published())[name])
+    with pytest.raises(Refused) as caught:
+        Scorer(config)
+    line = str(caught.value)
+    assert line.startswith(f"cannot load model={config.model} weights={config.weights}: ")
+    assert "fetched by hand" in line
+    assert "\n" not in line

@@ -42,7 +42,7 @@ def test_equals_a_full_sort(collect: int, monkeypatch: pytest.MonkeyPatch) -> No
         best = sorted(rows, key=lambda r: (-r[0], r[1], r[2]))[:k]
         score, hi, lo = columns(rows)
         table = pl.DataFrame({"score": score, "uid_hi": hi, "uid_lo": lo})
-        kept = table.filter(boundary.includes("score")).rows()
+        kept = table.filter(boundary.includes(pl.col("score"))).rows()
         assert sorted(r[1:] for r in kept) == sorted(r[1:] for r in best)
 
     check()
@@ -58,5 +58,5 @@ def test_k_outside_the_rows_is_refused(k: int) -> None:
 def test_nan_and_null_are_never_in() -> None:
     boundary = select_top(lambda: [columns([(0.1, 1, 1)])], 1, 1)
     table = pl.DataFrame({"score": [0.2, None, float("nan"), 0.0], "uid_hi": [0] * 4, "uid_lo": [0] * 4})
-    kept = table.cast({"uid_hi": pl.UInt64, "uid_lo": pl.UInt64}).select(boundary.includes("score"))
+    kept = table.cast({"uid_hi": pl.UInt64, "uid_lo": pl.UInt64}).select(boundary.includes(pl.col("score")))
     assert kept["score"].to_list() == [True, False, False, False]
