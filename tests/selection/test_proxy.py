@@ -142,7 +142,7 @@ def test_labels_come_from_the_label_field_or_from_the_caption(tmp_path):
     by_label = load_images(path, image_size=16)
     assert by_label.classes == ("0", "1")
     assert by_label.labels.tolist() == [1, 0, 1]
-    assert by_label.skipped == {"no_label": 1}
+    assert by_label.skipped == {"no_text": 1}
     assert by_label.images.shape == (3, 16, 16, 3)
     assert by_label.uids[0].item() == build.halves(build.uid(0))
     names = LabelConfig(field="caption", classes=["cat", "dog", "hot dog", "cat-fish"])
