@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -77,38 +78,60 @@ def plan_workers(config: ClusterConfig, units: int) -> Workers:
     return Workers(max(1, min(count, fits, units)), cpus, gpus)
 
 
-def map_actors(
-    workers: Workers, actor: type, args: Sequence[Any], method: str, tasks: Sequence[Any]
-) -> Iterator[tuple[Any, Any]]:
-    """Yield (task, result) in the order of completion, each worker holding at most two tasks.
+class Actors:
+    """Workers of one kind that live through several maps; see `actors`."""
 
-    `actor(*args)` is built once a worker. A worker that dies is restarted and its tasks are given out
-    again; a task that raises ends the map with that error.
-    """
-    remote: Any = ray.remote(
-        num_cpus=workers.cpus, num_gpus=workers.gpus, max_restarts=RESTARTS, max_task_retries=RESTARTS
-    )(actor)
-    pool: list[Any] = [remote.remote(*args) for _ in range(min(workers.count, len(tasks)))]
-    waiting: dict[Any, tuple[Any, Any]] = {}
-    queue = iter(tasks)
+    def __init__(self, pool: Sequence[Any]) -> None:
+        self.pool = pool
 
-    def submit(worker: Any) -> None:
-        task = next(queue, None)
-        if task is not None:
-            waiting[getattr(worker, method).options(retry_exceptions=[OSError]).remote(task)] = (task, worker)
+    def map(self, method: str, tasks: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+        """Yield (task, result) in the order of completion, each worker holding at most two tasks.
 
-    try:
+        A task that raises ends the map with that error.
+        """
+        waiting: dict[Any, tuple[Any, Any]] = {}
+        queue = iter(tasks)
+
+        def submit(worker: Any) -> None:
+            task = next(queue, None)
+            if task is not None:
+                call = getattr(worker, method).options(retry_exceptions=[OSError])
+                waiting[call.remote(task)] = (task, worker)
+
         for _ in range(2):
-            for worker in pool:
+            for worker in self.pool:
                 submit(worker)
         while waiting:
             ready, _ = ray.wait(list(waiting), num_returns=1)
             task, worker = waiting.pop(ready[0])
             yield task, _result(ready[0], task)
             submit(worker)
+
+
+@contextlib.contextmanager
+def actors(workers: Workers, actor: type, args: Sequence[Any]) -> Iterator[Actors]:
+    """As many workers as `workers` says, each `actor(*args)`, built once.
+
+    A worker that dies is restarted and its tasks are given out again.
+    """
+    remote: Any = ray.remote(
+        num_cpus=workers.cpus, num_gpus=workers.gpus, max_restarts=RESTARTS, max_task_retries=RESTARTS
+    )(actor)
+    pool: list[Any] = [remote.remote(*args) for _ in range(workers.count)]
+    try:
+        yield Actors(pool)
     finally:
         for worker in pool:
             ray.kill(worker)
+
+
+def map_actors(
+    workers: Workers, actor: type, args: Sequence[Any], method: str, tasks: Sequence[Any]
+) -> Iterator[tuple[Any, Any]]:
+    """One map over workers that are built for it; see `Actors.map`."""
+    workers = replace(workers, count=min(workers.count, len(tasks)))
+    with actors(workers, actor, args) as pool:
+        yield from pool.map(method, tasks)
 
 
 def _result(ref: Any, task: Any) -> Any:

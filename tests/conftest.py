@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -45,10 +46,21 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
         for task in tasks:
             yield task, getattr(worker, method)(task)
 
+    @contextlib.contextmanager
+    def stay(workers: Any, actor: Any, args: Any) -> Iterator[Any]:
+        worker = actor(*args)
+
+        class Here:
+            def map(self, method: str, tasks: Any) -> Iterator[tuple[Any, Any]]:
+                return ((task, getattr(worker, method)(task)) for task in tasks)
+
+        yield Here()
+
     monkeypatch.setattr(cluster, "connect", lambda: None)
     monkeypatch.setattr(cluster, "plan_workers", lambda _config, _units: cluster.Workers(1, 1, 0.0))
     monkeypatch.setattr(cluster, "worker_device", lambda: "cpu")
     monkeypatch.setattr(cluster, "map_actors", run)
+    monkeypatch.setattr(cluster, "actors", stay)
 
 
 @pytest.fixture(scope="session")
