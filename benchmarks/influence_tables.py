@@ -59,7 +59,7 @@ def one_shot(table: Table, data: dict[str, np.ndarray], l2: float) -> None:
     validation, test = held_out(data, "val"), held_out(data, "test")
     for name, (metric, targets) in ONE_SHOT.items():
         for share, target in zip(SHARES, targets):
-            config = SelectionConfig(objectives=(name,), budget=share, guard=False)
+            config = SelectionConfig(objective=name, budget=share, guard=False)
             result = select(rows, validation, config, l2=l2, others={"test": test})
             before, after = result.metrics["test"]
             table.near(f"adult, {share:.1%} by {name}: {metric}", number(after, metric), target)
@@ -84,7 +84,7 @@ def random_removal(table: Table, data: dict[str, np.ndarray], l2: float) -> None
 
 def five_rounds(table: Table, data: dict[str, np.ndarray], l2: float) -> None:
     rows = Rows.from_arrays(data["x_train"], data["y_train"])
-    config = SelectionConfig(objectives=("demographic_parity",), budget=0.05, rounds=5, guard=False)
+    config = SelectionConfig(objective="demographic_parity", budget=0.05, rounds=5, guard=False)
     result = select(rows, held_out(data, "val"), config, l2=l2, others={"test": held_out(data, "test")})
     after = result.metrics["test"][1]
     gap = after.signed_gaps["demographic_parity"]
@@ -103,7 +103,7 @@ def guarded(table: Table, path: Path) -> None:
     held, guard = validation.take(np.sort(half[:cut])), validation.take(np.sort(half[cut:]))
     for name in (*ONE_SHOT, "equalized_odds"):
         for rounds in (1, 5):
-            config = SelectionConfig(objectives=(name,), budget=0.05, rounds=rounds)
+            config = SelectionConfig(objective=name, budget=0.05, rounds=rounds)
             result = select(rows, held, config, l2=l2, guard=guard, others={"test": held_out(data, "test")})
             before, after = result.metrics["guard"]
             change = after.accuracy - before.accuracy

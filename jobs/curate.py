@@ -6,9 +6,12 @@ python -m jobs.curate pool.shards='/data/pool/*.tar' out=/data/winnow scorer.wei
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import numpy as np
 from omegaconf import MISSING, DictConfig
 
 from filters.base import Filter
@@ -25,8 +28,9 @@ from pipeline.evaluation import as_shards
 from pipeline.manifest import Run, write_outputs
 from pipeline.samples import PoolConfig
 from pipeline.scan import ErrorBudget, Scan, scan
-from pipeline.scorer import ScorerConfig
+from pipeline.scorer import Scorer, ScorerConfig
 from pipeline.tables import digest_json
+from selection.influence.stage import InfluenceStage, InfluenceStageConfig
 
 
 @dataclass(kw_only=True)
@@ -47,12 +51,18 @@ class CurateConfig:
     filters: dict[str, Any] = field(default_factory=dict)
     leakage: LeakageStageConfig = field(default_factory=LeakageStageConfig)
     dedup: Any = None
-    stages: list[str] = field(default_factory=lambda: ["filters", "leakage", "dedup"])
+    selection: Any = None
+    stages: list[str] = field(default_factory=lambda: ["filters", "leakage", "dedup", "selection"])
 
 
 def build_stages(config: DictConfig) -> list[Stage]:
     """The links of the chain, in the order in which the configuration names them."""
-    makers = {"filters": _filter_stage, "leakage": _leakage_stage, "dedup": _dedup_stage}
+    makers = {
+        "filters": filter_stage,
+        "leakage": _leakage_stage,
+        "dedup": _dedup_stage,
+        "selection": _selection_stage,
+    }
     for name in config.stages:
         if name not in makers:
             raise Refused(f"stages: {name!r} is not a stage; known: {', '.join(makers)}")
@@ -68,19 +78,31 @@ def _wanted(config: DictConfig, name: str) -> bool:
 
 
 def _leakage_stage(config: DictConfig) -> Stage:
-    out = storage.absolute(config.out, "out")
-
-    def scan_set(name: str, path: str) -> Scan:
-        where = storage.absolute(path, f"leakage.sets.{name}")
-        shards = as_shards(
-            where, storage.join(out, "evaluation", name, digest_json(storage.signature(where)))
-        )
-        pool = PoolConfig(shards=shards, default_caption="an image")
-        scorer = build(config.scorer, "scorer", ScorerConfig)
-        decode = build(config.decode, "decode", DecodeConfig)
-        return scan(out, pool, scorer, decode, build(config.cluster, "cluster", ClusterConfig), ErrorBudget())
-
+    scan_set = partial(_scan_set, config, "leakage.sets")
     return LeakageStage(build(config.leakage, "leakage", LeakageStageConfig), scan_set)
+
+
+def _scan_set(config: DictConfig, key: str, name: str, path: str) -> Scan:
+    """The tables of the evaluation set that `<key>.<name>` gives the path of, made as the pool's are."""
+    out, where = storage.absolute(config.out, "out"), storage.absolute(path, f"{key}.{name}")
+    if not storage.exists(where):
+        raise Refused(f"{key}.{name}={path}: there is no such file or folder")
+    folder = storage.join(out, "evaluation", name, digest_json(storage.signature(where)))
+    pool = PoolConfig(
+        **{**plain(config.pool), "shards": as_shards(where, folder), "default_caption": "an image"}
+    )
+    scorer = build(config.scorer, "scorer", ScorerConfig)
+    decode = build(config.decode, "decode", DecodeConfig)
+    return scan(out, pool, scorer, decode, build(config.cluster, "cluster", ClusterConfig), ErrorBudget())
+
+
+def _selection_stage(config: DictConfig) -> Stage:
+    def embed_text(captions: Sequence[str]) -> np.ndarray:
+        return Scorer(build(config.scorer, "scorer", ScorerConfig)).embed_text(captions)
+
+    settings = build(config.selection, "selection", InfluenceStageConfig)
+    workers = build(config.cluster, "cluster", ClusterConfig)
+    return InfluenceStage(settings, partial(_scan_set, config, "selection"), embed_text, workers)
 
 
 def _dedup_stage(config: DictConfig) -> Stage:
@@ -88,7 +110,7 @@ def _dedup_stage(config: DictConfig) -> Stage:
     return DedupStage(build(config.dedup, "dedup", DedupConfig), home)
 
 
-def _filter_stage(config: DictConfig) -> Stage:
+def filter_stage(config: DictConfig) -> Stage:
     built = [
         build_target(node, f"filters.{name}", Filter).named(str(name))
         for name, node in config.filters.items()

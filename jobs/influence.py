@@ -7,7 +7,7 @@ the active-learning scenario.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -28,13 +28,12 @@ from selection.influence.score import LEVERAGE_CLASSES
 
 
 @dataclass(kw_only=True)
-class InfluenceConfig:
-    """Settings of the command; those not described here are those of `SelectionConfig`.
+class InfluenceConfig(SelectionConfig):
+    """Settings of the command, beside those of `SelectionConfig`.
 
     Attributes:
         features: a `.npz` or parquet file (see `selection.influence.files`).
         out: output folder.
-        objective: a name, or a list of names; `weights` has one number for each, or none.
         l2: the head's penalty on (1/2)||w||^2 beside summed losses; None takes it from the file.
         guard_share: share of the validation rows that become the guard set when the file has none.
         explain_depth: levels of the explaining tree; 0 for none.
@@ -45,15 +44,6 @@ class InfluenceConfig:
 
     features: str = MISSING
     out: str = MISSING
-    objective: Any = "utility"
-    weights: list[float] = field(default_factory=list)
-    budget: float = 0.05
-    rounds: int = 1
-    guard: bool = True
-    leverage: bool | None = None
-    class_floor: float = 0.0
-    group_floor: float = 0.0
-    positive: int = 1
     l2: float | None = None
     guard_share: float = 0.5
     explain_depth: int = 3
@@ -62,6 +52,7 @@ class InfluenceConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0 < self.guard_share < 1:
             raise ValueError(f"guard_share={self.guard_share}: a share between 0 and 1")
         for name in ("explain_depth", "batch_rows", "label_next"):
@@ -69,20 +60,6 @@ class InfluenceConfig:
                 raise ValueError(f"{name}={getattr(self, name)}: 0 or more")
         if self.l2 is not None and not self.l2 > 0:
             raise ValueError(f"l2={self.l2}: greater than 0, or null to take it from the file")
-        self.selection()
-
-    def selection(self) -> SelectionConfig:
-        return SelectionConfig(
-            objectives=(self.objective,) if isinstance(self.objective, str) else tuple(self.objective),
-            weights=tuple(self.weights),
-            budget=self.budget,
-            rounds=self.rounds,
-            guard=self.guard,
-            leverage=self.leverage,
-            class_floor=self.class_floor,
-            group_floor=self.group_floor,
-            positive=self.positive,
-        )
 
 
 def run(config: InfluenceConfig) -> None:
@@ -132,7 +109,7 @@ def run_whole(
     selection = select(
         rows,
         sets["influence"],
-        config.selection(),
+        config,
         l2=l2,
         guard=sets.get("guard"),
         groups=file.train.s,
@@ -168,7 +145,7 @@ def run_online(
     batches = ((x[i : i + size], y[i : i + size]) for i in range(0, len(y), size))
     steps, tables = [], []
     for step in select_online(
-        batches, sets["influence"], config.selection(), l2=l2, classes=classes, guard=sets.get("guard")
+        batches, sets["influence"], config, l2=l2, classes=classes, guard=sets.get("guard")
     ):
         steps.append(step)
         tables.append(score_table(step.selection.influence, step.selection.removed).tail(len(step.kept)))
@@ -193,7 +170,7 @@ def draw_explanations(
             depth=config.explain_depth,
             seed=config.seed,
         )
-        picture = f"explanation_{name}.png"
+        picture = f"tree_{name}.png"
         with commit(join(out, picture)) as temporary:
             tree.draw(temporary)
         entries[name] = {"r2": tree.r2, "verdict": tree.verdict, "rules": tree.text, "picture": picture}

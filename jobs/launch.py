@@ -71,7 +71,9 @@ def _exit_code(name: str, run: Callable[[DictConfig], None]) -> int:
 
 
 def _quoted(argument: str) -> str:
-    """Paths may hold braces, brackets and commas, which Hydra's grammar would read as its own."""
+    """Paths may hold braces, brackets and commas, and uids look like numbers: not for Hydra's grammar to read."""
+    if argument.startswith("uid="):
+        return re.sub(r"(?<![\w\"'])([\da-fA-F]{32})(?![\w\"'])", r'"\1"', argument)
     return re.sub(r"^([\w.@+~/]+=)((?:/|\./|~/|\w+://).*)$", r'\1"\2"', argument)
 
 

@@ -78,6 +78,11 @@ def plan_workers(config: ClusterConfig, units: int) -> Workers:
     return Workers(max(1, min(count, fits, units)), cpus, gpus)
 
 
+def largest_node(resource: str) -> float:
+    """The most CPUs or GPUs that one node of the cluster has."""
+    return max((n["Resources"].get(resource, 0.0) for n in ray.nodes() if n["Alive"]), default=0.0)
+
+
 class Actors:
     """Workers of one kind that live through several maps; see `actors`."""
 

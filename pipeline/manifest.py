@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import platform
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -42,7 +43,9 @@ ACCOUNT: dict[str, Any] = {
     "rejected": pl.Int64,
     "entries": pl.Int64,
     "reasons": pl.List(pl.Struct({"reason": pl.String, "count": pl.Int64})),
+    "decisions_sha256": pl.String,
 }
+OUTPUTS = ("subset.npy", "manifest.parquet", "accounting.parquet")
 
 
 @dataclass(frozen=True)
@@ -97,8 +100,8 @@ def write_outputs(
     entries = 0
     with storage.commit(run.path("manifest.parquet")) as tmp:
         with pq.ParquetWriter(tmp, schema, compression="zstd") as writer:
-            for number, (report, kept, frame) in enumerate(_kept(run, scan, last, columns)):
-                accounts.append(_account(report, frame))
+            for number, (kept, counted) in enumerate(_kept(run, scan, last, columns)):
+                accounts.append(counted)
                 if len(kept):
                     order = pl.int_range(entries, entries + len(kept), eager=True)
                     writer.write_table(
@@ -112,7 +115,8 @@ def write_outputs(
     accounting = pl.DataFrame(accounts, schema=ACCOUNT)
     with storage.commit(run.path("accounting.parquet")) as tmp:
         accounting.write_parquet(tmp)
-    receipt = _receipt(run, scan, accounting, entries, written, results, about)
+    digests = {name: storage.sha256(run.path(name)) for name in OUTPUTS}
+    receipt = _receipt(scan, accounting, entries, written, results, {"outputs": digests, **about})
     storage.write_json(run.path("receipt.json"), receipt)
     if not receipt["adds_up"]:
         raise WinnowError(
@@ -123,17 +127,24 @@ def write_outputs(
 
 def _kept(
     run: Run, scan: Scan, last: Decisions, columns: list[str]
-) -> Iterator[tuple[ShardReport, pl.DataFrame, pl.DataFrame]]:
-    """(report, manifest rows, decisions) of each shard; the decisions become the run's own on the way."""
+) -> Iterator[tuple[pl.DataFrame, dict[str, Any]]]:
+    """(manifest rows, account) of each shard; the decisions become the run's own on the way."""
     storage.remove_tree(run.path("decisions"))
     wanted = ["uid_hi", "uid_lo", "shard", "key", *columns]
     for report, (shard, rows) in zip(scan.reports, scan.tables.stream(scan.ids, wanted)):
         storage.link(last.path(shard), run.decisions.path(shard))
-        frame = last.read(shard)
+        content = storage.read_bytes(last.path(shard))
+        frame = pl.read_parquet(content)
         if len(frame) != len(rows) or not frame["uid_lo"].equals(rows["uid_lo"]):
             raise WinnowError(f"{last.path(shard)}: its rows are not those of the feature table")
-        rows = rows.with_columns(row=pl.int_range(len(rows), dtype=pl.Int32), copies=frame["copies"])
-        yield report, rows.filter(frame["kept"]), frame
+        digest = hashlib.sha256(content).hexdigest()
+        yield kept_rows(rows, frame), {**account(report, frame), "decisions_sha256": digest}
+
+
+def kept_rows(rows: pl.DataFrame, decisions: pl.DataFrame) -> pl.DataFrame:
+    """The rows of a feature table that its decisions keep, with their row number and copies."""
+    numbered = rows.with_columns(row=pl.int_range(len(rows), dtype=pl.Int32), copies=decisions["copies"])
+    return numbered.filter(decisions["kept"])
 
 
 def _manifest_schema(columns: list[str]) -> pa.Schema:
@@ -167,7 +178,7 @@ def _write_subset(path: str, sorter: UidSorter) -> int:
     return written
 
 
-def _account(report: ShardReport, decisions: pl.DataFrame) -> dict[str, Any]:
+def account(report: ShardReport, decisions: pl.DataFrame) -> dict[str, Any]:
     """One shard's samples by fate, counted from its decisions and not from its report."""
     counts = Counter(dict(decisions["reason"].drop_nulls().value_counts().iter_rows()))
     rejected = {r: n for r, n in sorted(counts.items()) if r in reasons.REJECTED}
@@ -187,7 +198,7 @@ def _account(report: ShardReport, decisions: pl.DataFrame) -> dict[str, Any]:
 
 
 def _receipt(
-    run: Run, scan: Scan, accounting: pl.DataFrame, rows: int, entries: int,
+    scan: Scan, accounting: pl.DataFrame, rows: int, entries: int,
     results: Sequence[StageResult], about: dict[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
     counts: Counter[str] = Counter()

@@ -15,7 +15,6 @@ from typing import IO, Any
 import numpy as np
 import polars as pl
 import pyarrow.parquet as pq
-import xxhash
 
 from pipeline import cluster, storage
 from pipeline.cluster import ClusterConfig
@@ -87,16 +86,16 @@ class ReshardWorker:
         written = 0
         with storage.commit(storage.join(self.to, name)) as tmp, open(tmp, "wb") as f:
             for part in task.slices:
-                for rows in self._rows(part):
+                for rows in self.rows(part):
                     written += self._copy(f, rows, part.copy)
             f.write(bytes(2 * tarfile.BLOCKSIZE))
             f.write(bytes(-f.tell() % tarfile.RECORDSIZE))
         if written != task.samples:
             raise WinnowError(f"{self.to}/{name}: {written} samples written, {task.samples} planned")
-        storage.write_json(_stats(self.to, task.number), {"successes": written})
+        storage.write_json(stats_path(self.to, task.number), {"successes": written})
         return written
 
-    def _rows(self, part: Slice) -> Iterator[pl.DataFrame]:
+    def rows(self, part: Slice) -> Iterator[pl.DataFrame]:
         """The slice's manifest rows with their members, one frame a source shard."""
         with storage.open_file(self.manifest) as f:
             group = pl.from_arrow(pq.ParquetFile(f).read_row_group(part.group))
@@ -176,8 +175,8 @@ def reshard(
     if not shards:
         raise Refused(f"{manifest}: the run kept no sample, there is nothing to write")
     with storage.lock(to):
-        _claim(to, {"manifest": _digest(manifest), "shard_size": shard_size})
-        todo = [s for s in shards if not storage.exists(_stats(to, s.number))]
+        _claim(to, {"manifest": storage.digest(manifest), "shard_size": shard_size})
+        todo = [s for s in shards if not storage.exists(stats_path(to, s.number))]
         if todo:
             cluster.connect()
             workers = cluster.plan_workers(
@@ -200,7 +199,7 @@ def reshard(
     return len(shards)
 
 
-def _stats(to: str, number: int) -> str:
+def stats_path(to: str, number: int) -> str:
     return storage.join(to, SHARD_FORMAT.format(number).replace(".tar", "_stats.json"))
 
 
@@ -217,14 +216,6 @@ def _claim(to: str, digest: dict[str, Any]) -> None:
     if others:
         raise Refused(f"to={to}: is not empty ({others[0]}, ...); choose another folder")
     storage.write_json(mark, digest)
-
-
-def _digest(path: str) -> str:
-    h = xxhash.xxh3_128()
-    with storage.open_file(path) as f:
-        while block := f.read(1 << 20):
-            h.update(block)
-    return h.hexdigest()
 
 
 def manifest_of_subset(subset: np.ndarray, tables: TableSet, ids: Sequence[str], path: str) -> np.ndarray:

@@ -120,35 +120,76 @@ def scan(
     cannot be reached at all, the tables of an earlier complete scan of the same setting serve.
     Raises Refused for a pool that is incomplete or holds no readable sample, WinnowError past the budget.
     """
-    absolute = PoolConfig(**{**asdict(pool), "shards": _absolute(pool.shards)})
-    found, absent = _find(absolute)
-    reachable = bool(found)
-    identity, resolved = _identity(out, absolute, scorer, decode, workers, reachable)
-    tables = TableSet(storage.join(out, "features", _table_set_name(identity)))
-    column = scorer.column if scorer else None
-    listing = storage.join(tables.folder, f"pool-{digest_json([absolute.shards, absolute.missing])}.json")
-    if not reachable:
-        if not storage.exists(listing):
-            raise Refused(
-                f"pool.shards={pool.shards}: none of {len(absent)} shards exists, {absent[0]} for one"
-            )
+    here = survey(out, pool, scorer, decode, workers)
+    tables, column = here.tables, scorer.column if scorer else None
+    listing = storage.join(tables.folder, f"pool-{digest_json([here.pool.shards, here.pool.missing])}.json")
+    if not here.found and storage.exists(listing):
         log.warning("the pool cannot be reached; using the %s of its earlier scan", listing)
         return Scan(tables, [ShardReport(**r) for r in storage.read_json(listing)], column, 0)
-    if absent and pool.missing == "error":
-        raise Refused(
-            f"{len(absent)} shards of the pool are missing: {', '.join(absent[:10])}{' ...' if len(absent) > 10 else ''};"
-            " pool.missing=skip goes on without them"
-        )
-    storage.write_json(storage.join(tables.folder, "set.json"), identity)
-    done, tasks = _divide(tables, found)
+    here.check()
+    storage.write_json(storage.join(tables.folder, "set.json"), here.identity)
+    done, tasks = divide(tables, here.found)
     if tasks:
-        done |= _run(tables, resolved, absolute, decode, identity, workers, errors, tasks, len(found), done)
-    reports = [done[shard_id(s)] for s in found]
+        done |= _run(here, decode, workers, errors, tasks, done)
+    reports = [done[shard_id(s)] for s in here.found]
     if not any(r.status.get("ok") for r in reports):
         raise Refused(f"no sample of the pool can be read: {_why(reports)}")
     errors.check(_tally(reports), sum(r.samples for r in reports), reports)
     storage.write_json(listing, [asdict(r) for r in reports])
     return Scan(tables, reports, column, len(tasks))
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What is there before a scan, found without writing anything.
+
+    pool: with absolute paths. found, absent: shards. identity: what decides the content of tables. scorer: its
+    precision settled. tables: where they are, or will be.
+    """
+
+    pool: PoolConfig
+    found: list[str]
+    absent: list[str]
+    identity: dict[str, Any]
+    scorer: ScorerConfig | None
+    tables: TableSet
+
+    def check(self) -> None:
+        """Raises Refused for a pool that is not there, or not whole."""
+        if not self.found:
+            raise Refused(
+                f"pool.shards={self.pool.shards}: none of {len(self.absent)} shards exists, {self.absent[0]} for one"
+            )
+        if self.absent and self.pool.missing == "error":
+            names = f"{', '.join(self.absent[:10])}{' ...' if len(self.absent) > 10 else ''}"
+            raise Refused(
+                f"{len(self.absent)} shards of the pool are missing: {names}; pool.missing=skip goes on without them"
+            )
+
+    def worker_setup(self, tables: str, decode: DecodeConfig) -> dict[str, Any]:
+        """What a `ScanWorker` that writes to the folder `tables` is built from."""
+        return {
+            "tables": tables,
+            "pool": self.pool,
+            "decode": decode,
+            "scorer": self.scorer,
+            "fingerprint": self.identity.get("fingerprint"),
+            "batch_size": self.identity["batch_size"],
+        }
+
+
+def survey(
+    out: str, pool: PoolConfig, scorer: ScorerConfig | None, decode: DecodeConfig, workers: ClusterConfig
+) -> Survey:
+    """Find the pool's shards and settle the scorer, which is loaded unless tables of `out` know it.
+
+    Raises Refused when the scorer cannot be loaded, or no shard is named.
+    """
+    absolute = PoolConfig(**{**asdict(pool), "shards": _absolute(pool.shards)})
+    found, absent = _find(absolute)
+    identity, settled = _identity(out, absolute, scorer, decode, workers, bool(found))
+    tables = TableSet(storage.join(out, "features", _table_set_name(identity)))
+    return Survey(absolute, found, absent, identity, settled, tables)
 
 
 def _absolute(spec: Any) -> Any:
@@ -218,7 +259,7 @@ def _table_set_name(identity: dict[str, Any]) -> str:
     return digest_json({k: v for k, v in identity.items() if k != "source"})
 
 
-def _divide(tables: TableSet, found: list[str]) -> tuple[dict[str, ShardReport], list[ShardTask]]:
+def divide(tables: TableSet, found: list[str]) -> tuple[dict[str, ShardReport], list[ShardTask]]:
     """Reports of shards whose table is current, and tasks for the rest."""
     marks: dict[str, dict[str, Any]] = {}
     counts = shards.CountFiles()
@@ -244,28 +285,17 @@ def _divide(tables: TableSet, found: list[str]) -> tuple[dict[str, ShardReport],
 
 
 def _run(
-    tables: TableSet,
-    scorer: ScorerConfig | None,
-    pool: PoolConfig,
+    here: Survey,
     decode: DecodeConfig,
-    identity: dict[str, Any],
     config: ClusterConfig,
     errors: ErrorBudget,
     tasks: list[ShardTask],
-    total: int,
     done: dict[str, ShardReport],
 ) -> dict[str, ShardReport]:
     """Scan the tasks on Ray; returns their reports by shard id."""
     cluster.connect()
     workers = cluster.plan_workers(config, len(tasks))
-    setup = {
-        "tables": tables.folder,
-        "pool": pool,
-        "decode": decode,
-        "scorer": scorer,
-        "fingerprint": identity.get("fingerprint"),
-        "batch_size": identity["batch_size"],
-    }
+    setup, total = here.worker_setup(here.tables.folder, decode), len(here.found)
     fresh: dict[str, ShardReport] = {}
     counts, samples = _tally(done.values()), sum(r.samples for r in done.values())
     with Progress("scan", total, done=total - len(tasks)) as progress:

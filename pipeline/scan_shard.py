@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 
 from pipeline import sidecar as sidecars
 from pipeline import storage
@@ -72,7 +71,7 @@ class ShardScanner:
         cannot be read at all, Refused when what lies beside it does not fit.
         """
         with storage.local_copy(task.shard) as local:
-            digest = _digest(local)
+            digest = storage.digest(local)
             before = self.tables.report(task.id)
             now = (digest, task.sidecar, task.promised)
             if before and (before.digest, before.sidecar, before.promised) == now:
@@ -99,7 +98,7 @@ class ShardScanner:
         names: list[tuple[str, tuple[int, int]]] = []
         columns = schema(metadata, self.column)
         own = [name for name in columns.names if name not in BASE and name != self.column]
-        with self._writers(task.id, columns) as (table, blocks):
+        with self._writers(task.id, columns, report.files) as (table, blocks):
             for chunk in self._chunks(task, shard, index, sidecar, own):
                 table.add(chunk.columns)
                 for block, rows in zip(blocks, chunk.embeddings):
@@ -119,21 +118,20 @@ class ShardScanner:
         return report
 
     @contextlib.contextmanager
-    def _writers(self, shard: str, table_schema: Any) -> Iterator[tuple[TableWriter, list[BlockWriter]]]:
-        """Writers of the table and of both embedding blocks, committed together at the end."""
+    def _writers(
+        self, shard: str, table_schema: Any, digests: dict[str, str]
+    ) -> Iterator[tuple[TableWriter, list[BlockWriter]]]:
+        """Writers of the table and of both embedding blocks, committed together; `digests` gets their files'."""
         with contextlib.ExitStack() as stack:
-            table = TableWriter(
-                stack.enter_context(storage.commit(self.tables.path(shard, "parquet"))), table_schema
-            )
-            blocks: list[BlockWriter] = []
-            if self.scorer:
-                for tower in ("image", "text"):
-                    path = stack.enter_context(storage.commit(self.tables.path(shard, f"{tower}.npy")))
-                    blocks.append(BlockWriter(path, self.scorer.embed_dim))
+            suffixes = ["parquet", *(["image.npy", "text.npy"] if self.scorer else [])]
+            files = {s: stack.enter_context(storage.commit(self.tables.path(shard, s))) for s in suffixes}
+            table = TableWriter(files["parquet"], table_schema)
+            blocks = [BlockWriter(files[s], self.scorer.embed_dim) for s in suffixes[1:] if self.scorer]
             yield table, blocks
             table.close()
             for block in blocks:
                 block.close()
+            digests.update({s: storage.digest(path) for s, path in files.items()})
 
     def _chunks(
         self,
@@ -255,12 +253,3 @@ def _columns(samples: list[Sample], shard: str) -> dict[str, Any]:
     columns["language"] = [language(s.caption or "") if k else None for s, k in zip(samples, ok)]
     columns["label"] = [s.label for s in samples]
     return columns
-
-
-def _digest(path: str) -> str:
-    """xxh3-128 of a file's bytes."""
-    h = xxhash.xxh3_128()
-    with open(path, "rb", buffering=0) as f:
-        while block := f.read(1 << 20):
-            h.update(block)
-    return h.hexdigest()

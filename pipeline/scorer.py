@@ -125,6 +125,12 @@ class Scorer:
             cosine = (image * text).sum(1)
             return image.cpu().numpy(), text.cpu().numpy(), cosine.cpu().numpy()
 
+    def embed_text(self, captions: Sequence[str]) -> np.ndarray:
+        """n captions to unit embeddings of the text tower, float32 (n, d); NaN as in `embed`."""
+        tokens = self.tokenizer(list(captions)).to(self.device)
+        with self._slots, torch.inference_mode(), self._autocast():
+            return np.concatenate([_unit(self.model.encode_text(t)).cpu().numpy() for t in tokens.split(256)])
+
     def _autocast(self) -> Any:
         dtype = PRECISIONS[self.precision]
         return torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32)

@@ -187,6 +187,10 @@ class Shard:
     def read(self, member: Member) -> bytes:
         return os.pread(self._fd, member.size, member.offset)
 
+    def fileno(self) -> int:
+        """Of the plain tar."""
+        return self._fd
+
     def close(self) -> None:
         os.close(self._fd)
 

@@ -6,6 +6,7 @@ Every file that Winnow writes goes through `commit`: it appears under its name w
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -14,13 +15,14 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import filelock
 import fsspec
+import xxhash
 from fsspec.implementations.local import LocalFileSystem
 
 from pipeline.errors import Refused
@@ -106,6 +108,19 @@ def open_file(path: str, mode: str = "rb") -> IO[Any]:
 def read_bytes(path: str) -> bytes:
     with open_file(path) as f:
         return f.read()
+
+
+def digest(path: str, new: Callable[[], Any] = xxhash.xxh3_128) -> str:
+    """Hex digest of a file's bytes: xxh3-128, or that of another hash object which `new` makes."""
+    h = new()
+    with open_file(path) as f:
+        while block := f.read(1 << 20):
+            h.update(block)
+    return h.hexdigest()
+
+
+def sha256(path: str) -> str:
+    return digest(path, hashlib.sha256)
 
 
 def read_json(path: str) -> Any:

@@ -66,7 +66,8 @@ class ShardReport:
 
     promised: (samples, the count file that says so) or None. rows: samples in the table; status: their
     counts by status; lost: samples that are promised and cannot be read, under the damage's reason.
-    notes: counts that are no loss (members passed over, repaired captions, ...).
+    notes: counts that are no loss (members passed over, repaired captions, ...). digest: of the shard's
+    content; files: digests of what the scan wrote, by suffix.
     """
 
     shard: str
@@ -81,6 +82,7 @@ class ShardReport:
     damage: str | None = None
     detail: str = ""
     notes: dict[str, int] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.promised is not None:  # JSON knows no tuples

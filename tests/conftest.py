@@ -39,6 +39,11 @@ def save_scorer(folder: Path, seed: int) -> Path:
 @pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers as objects of this process: for tests of what is scanned, where Ray itself is not the matter."""
+    run_in_process(monkeypatch)
+
+
+def run_in_process(patch: pytest.MonkeyPatch) -> None:
+    """What the fixture `in_process` does, for fixtures of a wider scope."""
     from pipeline import cluster
 
     def run(_workers: Any, actor: Any, args: Any, method: str, tasks: Any) -> Iterator[tuple[Any, Any]]:
@@ -56,11 +61,12 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
         yield Here()
 
-    monkeypatch.setattr(cluster, "connect", lambda: None)
-    monkeypatch.setattr(cluster, "plan_workers", lambda _config, _units: cluster.Workers(1, 1, 0.0))
-    monkeypatch.setattr(cluster, "worker_device", lambda: "cpu")
-    monkeypatch.setattr(cluster, "map_actors", run)
-    monkeypatch.setattr(cluster, "actors", stay)
+    patch.setattr(cluster, "connect", lambda: None)
+    patch.setattr(cluster, "plan_workers", lambda _config, _units: cluster.Workers(1, 1, 0.0))
+    patch.setattr(cluster, "largest_node", lambda _resource: 1.0)
+    patch.setattr(cluster, "worker_device", lambda: "cpu")
+    patch.setattr(cluster, "map_actors", run)
+    patch.setattr(cluster, "actors", stay)
 
 
 @pytest.fixture(scope="session")

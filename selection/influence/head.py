@@ -5,6 +5,7 @@ Objective: sum of row log-losses + (l2/2)||W||^2, no intercept (append a column 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -64,6 +65,7 @@ def fit_head(
     start: Head | None = None,
     tolerance: float = 1e-9,
     max_iterations: int = 100,
+    on_step: Callable[[np.ndarray], None] | None = None,
 ) -> Head:
     """Fit the head on the kept rows by damped Newton steps; float64 throughout.
 
@@ -72,6 +74,7 @@ def fit_head(
         l2: penalty, greater than 0.
         start: a head to start from (the refit after a removal takes two or three steps).
         tolerance: stop when ||gradient|| <= tolerance * ||gradient at W = 0||.
+        on_step: given the weights after each step. A fit that starts from them takes the same further steps.
     Raises:
         ValueError: labels outside 0..classes-1, features or losses that are not finite, l2 not positive.
         FitError: not converged within `max_iterations`.
@@ -92,6 +95,8 @@ def fit_head(
             return Head(weights, l2, classes, norm, iteration)
         step = _newton_step(rows, weights, l2, gradient, inner=min(0.1, np.sqrt(norm * tolerance / goal)))
         weights, value, gradient = _line_search(rows, weights, step, l2, classes, value, gradient)
+        if on_step is not None:
+            on_step(weights)
     raise FitError(
         f"head: gradient norm {norm:.3g} after {max_iterations} Newton steps, wanted {goal:.3g}; "
         "raise l2, standardise the features, or look for huge feature values"

@@ -13,6 +13,9 @@ from selection.influence.rows import Rows
 from selection.influence.score import check_leverage
 from selection.influence.solve import Curvature, Leverage
 
+# No array of rows by classes is ever held: at a hundred classes it would be a hundred times as large.
+TOLD = np.dtype([("given", "i4"), ("suggested", "i4"), ("confidence", "f8")])
+
 
 @dataclass(frozen=True)
 class LabelErrors:
@@ -45,16 +48,18 @@ def label_errors(rows: Rows, head: Head, *, curvature: Curvature | None = None) 
     """
     check_leverage(head)
     curvature = curvature or Curvature(rows, head.weights, head.l2)
-    p = rows.each(partial(_without_itself, head, curvature.leverage))
-    given = rows.labels()
-    confidence, suggested = p[np.arange(rows.n), given], p.argmax(axis=1)
-    order = np.argsort(confidence, kind="stable")
-    order = order[(suggested != given)[order]]
-    return LabelErrors(order, given[order], suggested[order], confidence[order])
+    told = rows.each(partial(_without_itself, head, curvature.leverage))
+    found = np.flatnonzero(told["suggested"] != told["given"])
+    order = found[np.argsort(told["confidence"][found], kind="stable")]
+    return LabelErrors(order, told["given"][order], told["suggested"][order], told["confidence"][order])
 
 
 def _without_itself(head: Head, leverage: Leverage, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """(b, classes) probabilities of each row under the head of all rows but it."""
+    """(b,) TOLD records: what the head of all rows but it says of each row."""
     z = head.logits(x)
     p = class_probabilities(leverage.leave_one_out(x, z, residuals(z, y)))
-    return np.hstack([1 - p, p]) if head.classes == 2 else p
+    p = np.hstack([1 - p, p]) if head.classes == 2 else p
+    told = np.empty(len(y), TOLD)
+    told["given"], told["suggested"] = y, p.argmax(axis=1)
+    told["confidence"] = p[np.arange(len(y)), y]
+    return told

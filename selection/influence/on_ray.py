@@ -8,7 +8,10 @@ from functools import partial
 from typing import Any
 
 import ray
+from ray.exceptions import RayTaskError
 
+from pipeline import cluster
+from pipeline.cluster import ClusterConfig
 from selection.influence.rows import OrderedMap
 
 
@@ -16,7 +19,8 @@ def ordered_map_on_ray(ahead: int = 8) -> OrderedMap:
     """An ordered map that runs each shard as one Ray task, at most `ahead` in flight or waiting their turn.
 
     Results come in shard order, so sums do not depend on which task ends first. The function of a pass (the
-    weights and solved directions) goes to the object store once. Ray must be running.
+    weights and solved directions) goes to the object store once. What a task raises is raised here as it was.
+    Ray must be running.
 
         Rows(shards, ordered_map=ordered_map_on_ray())
     """
@@ -25,15 +29,28 @@ def ordered_map_on_ray(ahead: int = 8) -> OrderedMap:
     return partial(_map, ahead)
 
 
+def shard_map(workers: ClusterConfig) -> OrderedMap:
+    """The ordered map of a run: on its cluster, with as many tasks as it has workers, or twice its cores."""
+    cluster.connect()
+    return ordered_map_on_ray(workers.workers or 2 * max(1, int(ray.cluster_resources().get("CPU", 1))))
+
+
 def _map(ahead: int, function: Callable[[Any], Any], tasks: Iterable[Any]) -> Iterator[Any]:
     shared = ray.put(function)
     waiting: deque[Any] = deque()
     for task in tasks:
         waiting.append(_call.remote(shared, task))
         if len(waiting) >= ahead:
-            yield ray.get(waiting.popleft())
+            yield _result(waiting.popleft())
     while waiting:
-        yield ray.get(waiting.popleft())
+        yield _result(waiting.popleft())
+
+
+def _result(reference: Any) -> Any:
+    try:
+        return ray.get(reference)
+    except RayTaskError as error:
+        raise error.cause if isinstance(error.cause, Exception) else error from None
 
 
 @ray.remote

@@ -7,8 +7,9 @@ on. With `guard=False` exactly the budget goes, lowest estimates first, as in th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -19,14 +20,14 @@ from selection.influence.rows import Rows
 from selection.influence.score import Influence, influence
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class SelectionConfig:
     """How rows are removed.
 
     Attributes:
-        objectives: names from `OBJECTIVES`; several are combined as the sum of weight * delta / base value,
-            that is, by relative change.
-        weights: one a objective, empty for 1 each.
+        objective: a name from `OBJECTIVES`, or a list of them; several are combined as the sum of
+            weight * delta / base value, that is, by relative change.
+        weights: one an objective, empty for 1 each.
         budget: most rows to remove: a share below 1, or a whole count.
         rounds: the budget is spent over this many rounds, the head refitted and rows rescored after each.
         guard: remove harmful rows only, stop before a gap changes sign, and remove less, down to nothing,
@@ -37,8 +38,8 @@ class SelectionConfig:
         positive: the class whose rate the fairness gaps compare.
     """
 
-    objectives: tuple[str, ...] = ("utility",)
-    weights: tuple[float, ...] = ()
+    objective: Any = "utility"
+    weights: list[float] = field(default_factory=list)
     budget: float = 0.05
     rounds: int = 1
     guard: bool = True
@@ -48,10 +49,10 @@ class SelectionConfig:
     positive: int = 1
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.objectives if name not in OBJECTIVES]
-        if unknown or not self.objectives or len(set(self.objectives)) < len(self.objectives):
-            raise ValueError(f"objectives={list(self.objectives)}: one or more of {', '.join(OBJECTIVES)}")
-        if self.weights and (len(self.weights) != len(self.objectives) or min(self.weights) <= 0):
+        names = self.objectives
+        if set(names) - set(OBJECTIVES) or not names or len(set(names)) < len(names):
+            raise ValueError(f"objective={self.objective}: one or more of {', '.join(OBJECTIVES)}")
+        if self.weights and (len(self.weights) != len(names) or min(self.weights) <= 0):
             raise ValueError(f"weights={list(self.weights)}: one positive number for each objective, or none")
         if not self.budget > 0 or (self.budget >= 1 and self.budget != int(self.budget)):
             raise ValueError(f"budget={self.budget}: a share in (0, 1), or a whole number of rows")
@@ -60,6 +61,11 @@ class SelectionConfig:
         for name in ("class_floor", "group_floor"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)}: a share in 0..1")
+
+    @property
+    def objectives(self) -> tuple[str, ...]:
+        """The names in `objective`."""
+        return (self.objective,) if isinstance(self.objective, str) else tuple(self.objective)
 
     def budget_rows(self, n: int) -> int:
         """The budget as a count of n rows; a share is rounded down."""
@@ -92,6 +98,8 @@ class Selection:
     Attributes:
         removed: (n,) bool.
         influence: scores of every row under the base head (all rows present).
+        decided_by: (n,) float64 `combine`d score: of a removed row in the round that removed it, of the others
+            under the base head; negative = harmful.
         base, after: the head before and after.
         rounds: one record a round.
         metrics: set name ("influence", "guard", "test") -> (before, after).
@@ -101,6 +109,7 @@ class Selection:
 
     removed: np.ndarray
     influence: Influence
+    decided_by: np.ndarray
     base: Head
     after: Head
     rounds: list[Round]
@@ -139,6 +148,7 @@ def select(
     classes: int | None = None,
     removable: np.ndarray | None = None,
     start: Head | None = None,
+    on_step: Callable[[np.ndarray], None] | None = None,
 ) -> Selection:
     """Remove the rows that harm the objectives on `held`.
 
@@ -151,7 +161,7 @@ def select(
         others: further sets to measure before and after, such as "test".
         classes: number of classes; None for the largest label plus one.
         removable: (n,) bool, rows that may be removed; a budget that is a share is a share of these.
-        start: a head near the base's, to fit from.
+        start: a head near the base's, to fit from. on_step: as for `fit_head`, in the fit of the base.
     Raises:
         ValueError: masked rows, the guard on without a guard set, a floor without groups, a budget of every
             row, or what `fit_head` and `objective` refuse.
@@ -164,7 +174,7 @@ def select(
         raise ValueError(f"group_floor={config.group_floor}: needs the groups of the training rows")
     labels = rows.labels()
     classes = max(int(labels.max()) + 1, 2) if classes is None else classes
-    base = fit_head(rows, l2=l2, classes=classes, start=start)
+    base = fit_head(rows, l2=l2, classes=classes, start=start, on_step=on_step)
     terms = [objective(name, held, base, positive=config.positive) for name in config.objectives]
     may_go = np.ones(rows.n, dtype=bool) if removable is None else removable
     run = _Run(rows, config, terms, guard, base, may_go, _allowances(config, labels, groups))
@@ -173,6 +183,7 @@ def select(
     return Selection(
         removed=~run.keep,
         influence=run.first,
+        decided_by=run.decided_by,
         base=base,
         after=run.head,
         rounds=run.rounds,
@@ -224,6 +235,7 @@ class _Run:
         self.guard_terms = [] if guard is None else [term.on(guard) for term in terms]
         self.leverage = config.guard if config.leverage is None else config.leverage
         self.first = self._influence()
+        self.decided_by = combine(self.first, config.weights).copy()
         self.rounds: list[Round] = []
 
     def go(self, budget: int) -> None:
@@ -242,12 +254,12 @@ class _Run:
     def _candidates(self, scores: Influence, asked: int) -> tuple[np.ndarray, str]:
         """Rows to remove, worst first, and what made them fewer than asked."""
         combined = combine(scores, self.config.weights)
-        order = np.argsort(combined, kind="stable")
-        order = order[(self.keep & self.removable)[order]]
-        limit = ""
+        allowed = self.keep & self.removable
         if self.config.guard:
-            order = order[combined[order] < 0]
-            limit = "no harmful row is left" if len(order) < asked else ""
+            allowed &= combined < 0
+        rows = np.flatnonzero(allowed)
+        order = rows[np.argsort(combined[rows], kind="stable")]
+        limit = "no harmful row is left" if self.config.guard and len(order) < asked else ""
         if self.allowances:
             order = self._within_floors(order, asked)
             limit = limit or ("the class or group floor is reached" if len(order) < asked else "")
@@ -294,6 +306,7 @@ class _Run:
         before = [term.value(self.head) for term in self.terms]
         if count:
             self.keep, self.head = keep, head
+            self.decided_by[taken] = combine(scores, self.config.weights)[taken]
             for allowance in self.allowances:
                 np.subtract.at(allowance.left, allowance.part[taken], 1)
         names = scores.names

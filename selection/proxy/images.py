@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ from selection.proxy.pixels import Images, Sample, TextOf
 FIELDS = ("label", "caption")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class LabelConfig:
     """Where the label of an image is.
 
@@ -30,7 +31,7 @@ class LabelConfig:
     """
 
     field: str = "label"
-    classes: Sequence[str] = ()
+    classes: list[str] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.field not in FIELDS:

@@ -24,7 +24,9 @@ from pipeline import shards, storage
 from pipeline.decode import DecodeConfig, Decoder, ImageRejected
 from pipeline.evaluation import as_shards
 from pipeline.manifest import Run
+from pipeline.progress import Progress
 from pipeline.samples import PoolConfig, read_sample
+from pipeline.tables import TableSet
 from selection.draws import philox, seed_key
 from selection.manifest_rows import UID
 
@@ -155,25 +157,33 @@ def _samples(shard: shards.Shard, name: str, index: shards.ShardIndex, pool: Poo
 
 def _of_run(run: Run, whole_pool: bool, share: float, seed: int) -> Shards:
     tables = run.tables()
+    ids = run.shard_ids()
+    with Progress("read images", len(ids)) as progress:
+        for shard in ids:
+            frame = _chosen(run, tables, shard, whole_pool, share, seed)
+            report = tables.report(shard)
+            if len(frame) and report is not None:
+                with shards.open_shard(report.shard) as opened:
+                    yield (
+                        opened,
+                        (
+                            Sample((hi, lo), label, caption, shards.Member("", offset, size), status, copies)
+                            for hi, lo, label, caption, offset, size, status, copies in frame.iter_rows()
+                        ),
+                    )
+            progress.step(len(frame))
+
+
+def _chosen(
+    run: Run, tables: TableSet, shard: str, whole_pool: bool, share: float, seed: int
+) -> pl.DataFrame:
+    """The readable rows of one shard that are wanted, with their copies."""
     columns = ["uid_hi", "uid_lo", "label", "caption", "offset", "size", "status"]
-    for shard in run.shard_ids():
-        frame = tables.read(shard, columns).with_columns(
-            copies=run.decisions.read(shard, ["copies"])["copies"]
-        )
-        uids = np.empty(len(frame), UID)
-        uids["f0"], uids["f1"] = frame["uid_hi"].to_numpy(), frame["uid_lo"].to_numpy()
-        wanted = (frame["status"].cast(pl.String) == "ok").to_numpy() & drawn(uids, share, seed)
-        frame = frame.filter(wanted if whole_pool else wanted & (frame["copies"].to_numpy() > 0))
-        report = tables.report(shard)
-        if len(frame) and report is not None:
-            with shards.open_shard(report.shard) as opened:
-                yield (
-                    opened,
-                    (
-                        Sample((hi, lo), label, caption, shards.Member("", offset, size), status, copies)
-                        for hi, lo, label, caption, offset, size, status, copies in frame.iter_rows()
-                    ),
-                )
+    frame = tables.read(shard, columns).with_columns(copies=run.decisions.read(shard, ["copies"])["copies"])
+    uids = np.empty(len(frame), UID)
+    uids["f0"], uids["f1"] = frame["uid_hi"].to_numpy(), frame["uid_lo"].to_numpy()
+    wanted = (frame["status"].cast(pl.String) == "ok").to_numpy() & drawn(uids, share, seed)
+    return frame.filter(wanted if whole_pool else wanted & (frame["copies"].to_numpy() > 0))
 
 
 def _decoded(sources: Shards, text_of: TextOf, image_size: int, decode: DecodeConfig) -> Images:

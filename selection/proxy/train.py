@@ -18,7 +18,7 @@ MEAN, DEVIATION = 0.47, 0.25
 EVALUATION_BATCH = 500
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class ProxyConfig:
     """The network and how it is trained.
 

@@ -63,7 +63,7 @@ def test_files_hold_scores_and_changes_on_three_sets(features, tmp_path):
     assert guard["after"]["accuracy"] >= guard["before"]["accuracy"]
     for entry in result["objectives"].values():
         assert {"predicted_change", "realised_change", "unit"} <= set(entry)
-    assert (out / "explanation_utility.png").read_bytes()[:4] == b"\x89PNG"
+    assert (out / "tree_utility.png").read_bytes()[:4] == b"\x89PNG"
     assert result["label_error_candidates"] == pl.read_parquet(out / "label_errors.parquet").height > 0
 
 
@@ -142,6 +142,6 @@ def test_command_line_says_what_happened_and_how_it_ended(features, tmp_path):
     assert done.stdout.startswith("removed ") or done.stdout.startswith("remove nothing")
     refused = command(f"features={features}", f"out={tmp_path}", "objective=nope")
     assert refused.returncode == 2
-    assert "objectives=['nope']" in refused.stderr
+    assert "objective=nope" in refused.stderr
     assert "Traceback" not in refused.stderr
     assert len(refused.stderr.strip().splitlines()) == 1

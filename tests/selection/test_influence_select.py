@@ -63,14 +63,14 @@ def test_without_guard_exactly_the_budget_goes_lowest_first(task):
 
 def test_with_guard_only_harmful_rows_go(task):
     rows, held, guard, *_ = task
-    result = select(rows, held, SelectionConfig(budget=0.9, objectives=("robustness",)), l2=1, guard=guard)
+    result = select(rows, held, SelectionConfig(budget=0.9, objective="robustness"), l2=1, guard=guard)
     assert (result.influence.column("robustness")[result.removed] < 0).all()
 
 
 @pytest.mark.parametrize("name", ["utility", "demographic_parity", "equalized_odds", "robustness"])
 def test_guard_never_ends_below_the_base(task, name):
     rows, held, guard, *_ = task
-    result = select(rows, held, SelectionConfig(objectives=(name,), budget=0.3, rounds=4), l2=1, guard=guard)
+    result = select(rows, held, SelectionConfig(objective=name, budget=0.3, rounds=4), l2=1, guard=guard)
     before, after = result.metrics["guard"]
     assert after.accuracy >= before.accuracy
     assert result.kept.sum() + sum(r.removed for r in result.rounds) == 1500
@@ -81,11 +81,11 @@ def test_parity_selection_narrows_the_gap_and_never_turns_it(task):
     # Labels that are unjust to one group: trimming them narrows the gap and serves accuracy as well.
     unjust = (s == 0) & (np.random.default_rng(0).random(1500) < 0.4)
     rows = Rows.from_arrays(rows.take(np.arange(1500)), np.where(unjust, 0, rows.labels()))
-    config = SelectionConfig(objectives=("demographic_parity",), budget=0.5, rounds=5)
+    config = SelectionConfig(objective="demographic_parity", budget=0.5, rounds=5)
     result = select(rows, held, config, l2=1, guard=guard)
     before, after = result.metrics["influence"]
     assert 0 <= after.signed_gaps["demographic_parity"] < before.signed_gaps["demographic_parity"]
-    unguarded = SelectionConfig(objectives=("demographic_parity",), budget=0.4, guard=False)
+    unguarded = SelectionConfig(objective="demographic_parity", budget=0.4, guard=False)
     _, after = select(rows, held, unguarded, l2=1).metrics["influence"]
     assert after.signed_gaps["demographic_parity"] < 0
 
@@ -150,7 +150,7 @@ def test_several_objectives_trade_by_weight(task):
     narrowed = []
     for weights in ((1.0, 0.05), (0.05, 1.0)):
         config = SelectionConfig(
-            objectives=("utility", "demographic_parity"), weights=weights, budget=0.1, guard=False
+            objective=["utility", "demographic_parity"], weights=list(weights), budget=0.1, guard=False
         )
         result = select(rows, held, config, l2=1)
         order = np.argsort(combine(result.influence, weights), kind="stable")
@@ -171,9 +171,9 @@ def test_final_head_is_the_fit_of_the_kept_rows(task):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"objectives": ("utility", "nope")}, "objectives="),
-        ({"objectives": ()}, "objectives="),
-        ({"objectives": ("utility", "utility")}, "objectives="),
+        ({"objective": ["utility", "nope"]}, "objective="),
+        ({"objective": []}, "objective="),
+        ({"objective": ["utility", "utility"]}, "objective="),
         ({"weights": (1.0, 2.0)}, "weights="),
         ({"weights": (-1.0,)}, "weights="),
         ({"budget": 0}, "budget=0"),

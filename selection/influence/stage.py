@@ -1,0 +1,308 @@
+"""The influence stage of a run: pool rows that harm a head on held-out rows go, as `harmful_influence`."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from pipeline import reasons, storage
+from pipeline.cluster import ClusterConfig
+from pipeline.decisions import DECISION, Chain, Decisions
+from pipeline.errors import Refused
+from pipeline.scan import Scan
+from pipeline.tables import digest_json
+from selection.influence.cost import SelectionCost, selection_cost
+from selection.influence.head import Head
+from selection.influence.objectives import FAIRNESS, HeldOut
+from selection.influence.on_ray import shard_map
+from selection.influence.pool import TOWERS, Features, PoolRows, Preparation, uid_draw
+from selection.influence.pool_labels import (
+    PSEUDO,
+    Coder,
+    ColumnLabels,
+    LabelRule,
+    TrueLabels,
+    cluster_labels,
+    prompt_labels,
+)
+from selection.influence.pool_report import write_report
+from selection.influence.rows import Rows
+from selection.influence.score import LEVERAGE_CLASSES
+from selection.influence.select import Selection, SelectionConfig, select
+
+HARMFUL = reasons.register(
+    "harmful_influence", "removing it from training is estimated to help the objective on held-out rows"
+)
+HELD_SHARE = 0.2  # of the pool at most: a small pool is not spent on judging itself
+PER_CLUSTER = 256  # rows that k-means sees for each cluster
+WORK = "work-"
+log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class InfluenceStageConfig(SelectionConfig):
+    """The settings of `SelectionConfig`, and what rows, labels and held-out sets are.
+
+    embedding: the features: `image`, `text`, or `both` side by side.
+    labels: a column of the tables (`label`, or metadata); `prompts`: zero-shot, the class whose prompts are
+        nearest to the image; `captions`: the class whose prompts are nearest to the caption; or `clusters`.
+        Rows without a label take no part and stay.
+    classes: names of the classes, or a file with one a line; null: the values of the column. A label may also
+        be the number of its class. templates: prompts of a class, averaged. clusters: how many.
+    groups: a column that holds the sensitive group, for the gaps and group_floor; null: none.
+    target: the task: shards, a parquet file or a folder of images, with labels where it has them. It is split
+        into the influence, guard and test sets. null: `held_out` rows of the pool (a fifth at most) serve.
+    guard_share, test_share: of the target's rows. l2: the head's penalty on (1/2)||w||^2 beside *summed*
+        losses. explain_depth: levels of the explaining tree, 0 for none. seed: draws and splits.
+    """
+
+    embedding: str = "image"
+    labels: str = "label"
+    classes: Any = None
+    templates: list[str] = field(default_factory=lambda: ["a photo of a {}"])
+    clusters: int = 10
+    groups: str | None = None
+    target: str | None = None
+    held_out: int = 10_000
+    guard_share: float = 0.3
+    test_share: float = 0.3
+    l2: float = 1.0
+    explain_depth: int = 3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.embedding not in TOWERS:
+            raise ValueError(f"embedding={self.embedding}: must be {', '.join(TOWERS)}")
+        if self.labels in ("prompts", "captions") and not self.classes:
+            raise ValueError(f"classes=null: labels={self.labels} needs the names of the classes")
+        if not self.templates or any("{}" not in template for template in self.templates):
+            raise ValueError(
+                f"templates={list(self.templates)}: at least one, each with a {{}} for the class"
+            )
+        if self.clusters < 2:
+            raise ValueError(f"clusters={self.clusters}: at least 2")
+        needs_groups = bool(self.group_floor) or bool(set(self.objectives) & set(FAIRNESS))
+        if needs_groups and self.groups is None:
+            raise ValueError("groups=null: fairness objectives and group_floor need the column of the groups")
+        if self.held_out < 10:
+            raise ValueError(f"held_out={self.held_out}: at least 10 rows")
+        for name in ("guard_share", "test_share"):
+            if not 0 < getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: a share between 0 and 1")
+        if self.guard_share + self.test_share >= 1:
+            raise ValueError(f"test_share={self.test_share}: guard_share and test_share must leave a rest")
+        if not self.l2 > 0:
+            raise ValueError(f"l2={self.l2}: greater than 0")
+        if self.explain_depth < 0:
+            raise ValueError(f"explain_depth={self.explain_depth}: 0 or more")
+
+    def class_names(self) -> list[str] | None:
+        """The classes as given, or None to take the column's values. Raises Refused for a file it cannot read."""
+        if not isinstance(self.classes, str):
+            return None if self.classes is None else [str(name) for name in self.classes]
+        path = storage.absolute(self.classes, "selection.classes")
+        if not storage.exists(path):
+            raise Refused(f"selection.classes={self.classes}: no such file; give a list, or one name a line")
+        return [line.strip() for line in storage.read_bytes(path).decode().splitlines() if line.strip()]
+
+    def cost(self, rows: int, d: int, classes: int) -> SelectionCost:
+        """What the stage will cost on `rows` pool rows with features of width d."""
+        return selection_cost(
+            rows=rows, d=d, classes=classes, objectives=len(self.objectives), rounds=self.rounds,
+            leverage=self.corrects(classes),
+        )  # fmt: skip
+
+    def corrects(self, classes: int) -> bool:
+        """Whether estimates are corrected by leverage: as asked for, else with the guard and few classes."""
+        if self.leverage is not None:
+            return self.leverage
+        return self.guard and classes <= LEVERAGE_CLASSES
+
+
+@dataclass(frozen=True)
+class InfluenceStage:
+    """`scan_set(name, path)` gives the tables of the target by the run's scorer, `embed_text` its text tower."""
+
+    config: InfluenceStageConfig
+    scan_set: Callable[[str, str], Scan]
+    embed_text: Callable[[Sequence[str]], np.ndarray]
+    workers: ClusterConfig = field(default_factory=ClusterConfig)
+    name: str = "influence"
+
+    def identity(self) -> dict[str, Any]:
+        return {
+            **asdict(self.config),
+            "classes": self.config.class_names(),
+            "target_signature": _signature(self.config.target),
+        }
+
+    def run(self, chain: Chain) -> Iterator[tuple[str, pl.DataFrame]]:
+        if chain.before is None:
+            raise Refused("stages: selection needs a stage before it; put filters first")
+        if chain.tables.identity()["scorer"] is None:
+            raise Refused("selection=influence works on embeddings: it needs a scorer")
+        try:
+            yield from _Work(self, chain, chain.before).run()
+        except ValueError as error:  # the library's word for input that it cannot use
+            raise Refused(f"selection: {error}") from error
+
+
+def _signature(target: str | None) -> Any:
+    if target is None:
+        return None
+    where = storage.absolute(target, "selection.target")
+    return storage.signature(where) if storage.exists(where) else None
+
+
+class _Work:
+    """One run of the stage. What it writes on the way lies under a digest of all that decides it."""
+
+    def __init__(self, stage: InfluenceStage, chain: Chain, before: Decisions) -> None:
+        self.stage, self.chain, self.before, self.config = stage, chain, before, stage.config
+        done = storage.read_json(storage.join(before.folder, "stage.json"))
+        self.kept_before = int(done["kept"])
+        self.work = storage.join(chain.folder, f"{WORK}{digest_json([done['digest'], stage.identity()])}")
+        self.features = Features(chain.tables, TOWERS[self.config.embedding])
+        self.ordered_map = shard_map(stage.workers)
+
+    def run(self) -> Iterator[tuple[str, pl.DataFrame]]:
+        rule = self._rule()
+        preparation = Preparation(
+            features=self.features, before=self.before, rule=rule, groups=self._groups(),
+            held_share=0.0 if self.config.target else min(HELD_SHARE, self.config.held_out / max(self.kept_before, 1)),
+            seed=self.config.seed, folder=storage.join(self.work, "rows"),
+        )  # fmt: skip
+        parts = preparation.parts(self.chain.ids, self.ordered_map)
+        pool = PoolRows.of(self.features, parts)
+        if not pool.parts:
+            raise Refused(f"selection.labels={self.config.labels}: no kept row of the pool has a label")
+        held = preparation.held_out(parts) if self.config.target is None else self._target(rule, preparation)
+        rows = pool.rows(self.ordered_map)
+        selection = self._select(pool, rows, _split(held, self.config), len(rule.names))
+        counts = {"unlabelled": sum(p.unknown for p in parts), "held_out": sum(p.held for p in parts)}
+        write_report(self.chain.folder, pool, rows, selection, rule.names, counts, self.config)
+        print(f"influence: {selection.verdict}")
+        yield from self._decisions(pool, selection)
+        for name in storage.listdir(self.chain.folder):  # those of abandoned settings too
+            if name.startswith(WORK):
+                storage.remove_tree(storage.join(self.chain.folder, name))
+
+    def _rule(self) -> LabelRule:
+        config, names = self.config, self.config.class_names()
+        if config.labels in ("prompts", "captions"):
+            assert names is not None
+            tower = "text" if config.labels == "captions" else "image"
+            return prompt_labels(tower, names, config.templates, self.stage.embed_text)
+        if config.labels == "clusters":
+            tower = self.features.towers[0]
+            sample = self._sample(tower, PER_CLUSTER * config.clusters)
+            return cluster_labels(tower, sample, config.clusters, config.seed)
+        coder = Coder(tuple(names)) if names else self._values("selection.labels", config.labels)
+        return ColumnLabels(config.labels, coder)
+
+    def _groups(self) -> tuple[str, Coder] | None:
+        column = self.config.groups
+        return None if column is None else (column, self._values("selection.groups", column))
+
+    def _values(self, key: str, column: str) -> Coder:
+        """The distinct values of a table column among the rows that earlier stages kept."""
+        found: set[str] = set()
+        have: set[str] = set()
+        for shard, frame in self.chain.tables.stream(self.chain.ids, [column]):
+            have |= set(self.chain.tables.columns(shard))
+            kept = self.before.read(shard, ["kept"])["kept"]
+            found |= set(frame[column].filter(kept).drop_nulls().cast(pl.String).unique().to_list())
+        if column not in have:
+            known = ", ".join([*PSEUDO, *sorted(have)])
+            raise Refused(f"{key}={column}: the pool has no such column; choose from {known}")
+        return Coder.of_values(f"{key}={column}", found)
+
+    def _sample(self, tower: str, rows: int) -> np.ndarray:
+        """About `rows` embeddings of kept rows, drawn by uid."""
+        share, found = rows / max(self.kept_before, 1), []
+        for shard in self.chain.ids:
+            frame = self.before.read(shard, ["uid_hi", "uid_lo", "kept"])
+            chosen = (uid_draw(frame, self.config.seed + 1) < share) & frame["kept"].to_numpy()
+            x = self.chain.tables.embeddings(shard, tower)[np.flatnonzero(chosen)]
+            found.append(x[np.isfinite(x).all(axis=1)])
+        return np.concatenate(found)
+
+    def _target(self, rule: LabelRule, preparation: Preparation) -> HeldOut | None:
+        """All rows of the target set that can be read and have a class, in memory."""
+        assert self.config.target is not None
+        scanned = self.stage.scan_set("target", self.config.target)
+        clusters = self.config.labels == "clusters"
+        whole = Preparation(
+            features=Features(scanned.tables, self.features.towers), before=None,
+            rule=rule if clusters else TrueLabels(rule, Coder(rule.names)), groups=preparation.groups,
+            held_share=1.0, seed=0, folder=storage.join(self.work, "target"),
+        )  # fmt: skip
+        return whole.held_out(whole.parts(scanned.ids, self.ordered_map))
+
+    def _select(self, pool: PoolRows, rows: Rows, sets: dict[str, HeldOut], classes: int) -> Selection:
+        config = self.config
+        cost = config.cost(rows.n, rows.width, classes)
+        log.info("influence of %s rows on %d classes: %s", f"{rows.n:,}", classes, cost.describe())
+        checkpoint = storage.join(self.work, "head.npy")
+        start = None
+        if storage.exists(checkpoint):
+            start = Head(np.load(io.BytesIO(storage.read_bytes(checkpoint))), config.l2, classes)
+
+        def save(weights: np.ndarray) -> None:
+            with storage.commit(checkpoint) as tmp, open(tmp, "wb") as f:
+                np.save(f, weights)
+            log.info("influence: the head took another Newton step")
+
+        library = {k: getattr(config, k) for k in SelectionConfig.__dataclass_fields__}
+        return select(
+            rows, sets["influence"], SelectionConfig(**library | {"leverage": config.corrects(classes)}),
+            l2=config.l2, guard=sets["guard"] if config.guard else None,
+            groups=pool.groups() if config.group_floor else None,
+            others={"test": sets["test"]}, classes=classes, start=start, on_step=save,
+        )  # fmt: skip
+
+    def _decisions(self, pool: PoolRows, selection: Selection) -> Iterator[tuple[str, pl.DataFrame]]:
+        places = {part.shard: (part, start) for part, start in zip(pool.parts, pool.starts)}
+        for shard in self.chain.ids:
+            frame = self.before.read(shard)
+            if shard in places:
+                part, start = places[shard]
+                mine = slice(start, start + part.train)
+                gone, value = np.zeros(len(frame), bool), np.zeros(len(frame))
+                rows = part.read("rows")
+                gone[rows], value[rows] = selection.removed[mine], selection.decided_by[mine]
+                frame = _drop(frame, gone, value, 0.0 if self.config.guard else None)
+            yield shard, frame
+
+
+def _drop(frame: pl.DataFrame, gone: np.ndarray, value: np.ndarray, cut: float | None) -> pl.DataFrame:
+    """`frame` without the rows `gone`. Their value is delta_if_removed, and with the guard on the cut is 0."""
+    mask = pl.lit(pl.Series(gone))
+    return frame.with_columns(
+        kept=pl.col("kept") & ~mask,
+        reason=pl.when(mask).then(pl.lit(HARMFUL)).otherwise("reason"),
+        value=pl.when(mask).then(pl.lit(pl.Series(value))).otherwise("value"),
+        cut=pl.when(mask).then(pl.lit(cut, pl.Float64)).otherwise("cut"),
+        copies=pl.when(mask).then(0).otherwise("copies"),
+    ).cast(DECISION)  # type: ignore[arg-type]
+
+
+def _split(held: HeldOut | None, config: InfluenceStageConfig) -> dict[str, HeldOut]:
+    """Disjoint sets "influence", "guard" and "test". Raises Refused when one would be empty."""
+    n = 0 if held is None else len(held.y)
+    guard, test = round(config.guard_share * n), round(config.test_share * n)
+    if held is None or min(guard, test, n - guard - test) < 1:
+        where, what = config.target or "the pool", "a label and a group" if config.groups else "a label"
+        raise Refused(
+            f"selection: {n} rows of {where} have {what}: too few for influence, guard and test sets"
+        )
+    order = np.random.default_rng(config.seed).permutation(n)
+    cuts = {"guard": order[:guard], "test": order[guard : guard + test], "influence": order[guard + test :]}
+    return {name: held.take(np.sort(rows)) for name, rows in cuts.items()}
