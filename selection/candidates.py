@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import faiss
@@ -32,6 +32,18 @@ class Candidates:
     labels: list[str]
     features: np.ndarray
     skipped: int = 0
+
+    def labelled(self, labels: list[str]) -> Candidates:
+        return replace(self, labels=labels)
+
+    def with_labels(self) -> Candidates:
+        """Those that have a label; the others count as skipped. Raises Refused when there are none."""
+        rows = [i for i, label in enumerate(self.labels) if label]
+        if not rows:
+            raise Refused("labels=pool: no sample has a label; labels=none takes the pool as one class")
+        lost = len(self.labels) - len(rows)
+        labels = [self.labels[i] for i in rows]
+        return Candidates(self.uids[rows], labels, self.features[rows], self.skipped + lost)
 
 
 def share_of(run: Run, most: int) -> float:

@@ -64,8 +64,7 @@ class RankedSet:
         stored = to_unit(self.images.images).unflatten(0, (-1, classes))
         made = to_bytes(decode(stored, factor).flatten(0, 1))
         rows = np.arange(len(self.images)).reshape(-1, 1, classes)
-        rows = np.broadcast_to(rows, (len(rows), factor**2, classes)).ravel()
-        kept = self.images.take(rows)
+        kept = self.images.take(np.repeat(rows, factor**2, axis=1).ravel())
         return LabelledImages(made, kept.labels, kept.classes, kept.uids, kept.copies)
 
 
@@ -75,7 +74,7 @@ def load_ranked(folder: str) -> RankedSet:
     if not storage.exists(path):
         raise Refused(f"{folder}: no condensed set there (no {META})")
     meta = storage.read_json(path)
-    labels = LabelConfig(classes=tuple(meta["classes"]))
+    labels = LabelConfig(classes=list(meta["classes"]))
     images = load_images([folder], labels, image_size=meta["image_size"])
     wanted = meta["images_per_class"] * len(meta["classes"])
     if len(images) != wanted:
@@ -132,7 +131,9 @@ def _contact_sheet(path: str, items: Sequence[Item], classes: Sequence[str], sid
         if index >= len(items):
             break
         image = Image.open(io.BytesIO(items[index].data)).convert("RGB")
-        image = image.resize((shown, shown), Image.Resampling.NEAREST if side < 32 else Image.Resampling.BICUBIC)
+        image = image.resize(
+            (shown, shown), Image.Resampling.NEAREST if side < 32 else Image.Resampling.BICUBIC
+        )
         top, left = gap + row * (shown + gap), gap + column * (shown + gap)
         sheet[top : top + shown, left : left + shown] = np.asarray(image)
     storage.write_bytes(path, png(sheet))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-CONDENSERS = ("mdc", "idc", "dm")
+CONDENSERS = ("mdc", "idc", "dm", "single")
 
 
 @dataclass(kw_only=True)
@@ -15,7 +15,8 @@ class CondenseConfig:
     Attributes:
         images_per_class: n, stored images of each class.
         method: `mdc` matches gradients for all n images and for the most learnable subset; `idc` for all n
-            alone; `dm` matches mean features of fresh random networks, with both losses.
+            alone; `dm` matches mean features of fresh random networks, with both losses; `single` makes every
+            image by itself, as n condensations of one image would.
         factor: f, a stored image decodes to f^2 training images.
         image_size: side of the images, pixels; a multiple of the factor.
         outer, inner: networks, and image steps on each (the paper: 2,000 and 100). `dm` takes as many steps,
@@ -53,8 +54,8 @@ class CondenseConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.method not in CONDENSERS:
-            raise ValueError(f"method={self.method}: must be {', '.join(CONDENSERS)}")
+        if self.method not in self.methods():
+            raise ValueError(f"method={self.method}: must be {', '.join(self.methods())}")
         for key in (
             "images_per_class", "factor", "outer", "inner", "real_batch", "net_batch", "width", "depth",
             "classes_per_group",
@@ -75,6 +76,10 @@ class CondenseConfig:
                 raise ValueError(f"{key}={getattr(self, key)}: must be above 0")
         if not 0 <= self.image_momentum < 1:
             raise ValueError(f"image_momentum={self.image_momentum}: must be at least 0 and below 1")
+
+    @staticmethod
+    def methods() -> tuple[str, ...]:
+        return CONDENSERS
 
     @property
     def interval(self) -> int:

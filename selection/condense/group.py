@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from selection.condense.augment import augment, draw
 from selection.condense.config import CondenseConfig
 from selection.condense.images import decode, shrink, to_unit
-from selection.condense.matching import feature_distances, feature_loss, gradient_loss, real_side
+from selection.condense.matching import Terms, feature_distances, feature_loss, gradient_loss, real_side
 from selection.condense.subset import Subset
 from selection.proxy.images import LabelledImages
 from selection.proxy.nets import ConvNet, build_net
@@ -117,19 +117,28 @@ class ClassGroup:
         real, draws = self.real_batch(t, i)
         images = images.detach().requires_grad_()
         made = augment(normalised(decode(images, config.factor)), draws)
-        first = len(made) if config.method == "idc" else subset.first * config.decoded
-        weight = first / len(made) if config.subset_scale else 1.0
+        terms = self.terms(subset)
         real = augment(normalised(real.to(self.device)), draws)
         if config.method == "dm":
             with torch.no_grad():
                 target = net.body(real.flatten(0, 1)).unflatten(0, real.shape[:2]).mean(0)
-            loss, features = feature_loss(net, made, target, first, weight)
+            loss, features = feature_loss(net, made, target, terms)
         else:
             side = real_side(net, real, self.labels)
             target = side.features
-            loss, features = gradient_loss(net, made, self.labels, side, first, weight)
+            loss, features = gradient_loss(net, made, self.labels, side, terms)
         (gradient,) = torch.autograd.grad(loss.sum(), images)
         return gradient, loss.detach().mean(), feature_distances(features, target, config.decoded)
+
+    def terms(self, subset: Subset) -> Terms:
+        """The losses of this method, over decoded images."""
+        n, decoded, first = self.config.images_per_class, self.config.decoded, subset.first
+        if self.config.method == "single":
+            return Terms("single", (decoded,) * n, 1 / n)
+        if self.config.method == "idc" or first == n:
+            return Terms("whole", (n * decoded,))
+        weight = first / n if self.config.subset_scale else 1.0
+        return Terms("prefix", (first * decoded, (n - first) * decoded), weight)
 
     def real_batch(self, t: int, i: int) -> tuple[torch.Tensor, np.ndarray]:
         """Real images (B, K, 3, H, W) in [0, 1] and the augmentation (K, 7) that both sides share."""

@@ -9,6 +9,7 @@ subset share these, and the real gradients.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,34 @@ class Real:
 
     gradients: Gradients
     features: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Which sets of decoded images have a loss of their own, in runs of the sizes `splits`.
+
+    kind `whole`: all images. `prefix`: all, and the first run, whose loss has weight `weight`. `single`: each
+    run by itself, each with weight `weight` (images that know nothing of each other).
+    """
+
+    kind: str
+    splits: tuple[int, ...]
+    weight: float = 1.0
+
+    def means(self, sums: list[tuple[torch.Tensor, ...]]) -> list[list[torch.Tensor]]:
+        """From sums over each run to means over each term's set, for every quantity in the list."""
+        if self.kind == "single":
+            return [[part / size for part, size in zip(parts, self.splits)] for parts in sums]
+        wholes = [[functools.reduce(torch.add, parts) / sum(self.splits)] for parts in sums]
+        if self.kind == "prefix":
+            for whole, parts in zip(wholes, sums):
+                whole.append(parts[0] / self.splits[0])
+        return wholes
+
+    def loss(self, losses: list[torch.Tensor]) -> torch.Tensor:
+        if self.kind == "single":
+            return self.weight * functools.reduce(torch.add, losses)
+        return losses[0] + self.weight * losses[1] if self.kind == "prefix" else losses[0]
 
 
 def sum_gradients(
@@ -80,32 +109,25 @@ def real_side(net: ConvNet, images: torch.Tensor, labels: torch.Tensor) -> Real:
 
 
 def gradient_loss(
-    net: ConvNet, images: torch.Tensor, labels: torch.Tensor, real: Real, first: int, weight: float
+    net: ConvNet, images: torch.Tensor, labels: torch.Tensor, real: Real, terms: Terms
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """L(all) + weight L(first `first` images), each class's summed (K,), and the features (n, K, d), detached.
+    """The loss of each class (K,), differentiable, and the features (n, K, d), detached.
 
     L is the squared distance between the mean gradients of real and condensed images over all convolution
-    weights (MDC: He et al., ICLR 2024, eq. 4 and 9). `first` = n gives L(all) alone.
+    weights (MDC: He et al., ICLR 2024, eq. 4 and 9).
     """
-    n = len(images)
-    splits = (first, n - first) if first < n else (n,)
-    sums, features = sum_gradients(net, images, labels, splits, graph=True)
-    whole = [sum(parts) / n for parts in zip(*sums)]
-    loss = _distance(whole, real.gradients)
-    if first < n:
-        loss = loss + weight * _distance([g / first for g in sums[0]], real.gradients)
-    return loss, features.detach()
+    sums, features = sum_gradients(net, images, labels, terms.splits, graph=True)
+    means = terms.means(list(zip(*sums)))
+    return terms.loss([_distance(list(part), real.gradients) for part in zip(*means)]), features.detach()
 
 
 def feature_loss(
-    net: ConvNet, images: torch.Tensor, real: torch.Tensor, first: int, weight: float
+    net: ConvNet, images: torch.Tensor, real: torch.Tensor, terms: Terms
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same two terms over mean features (DM: Zhao and Bilen, WACV 2023, eq. 4). real: (K, d)."""
+    """The same over mean features (DM: Zhao and Bilen, WACV 2023, eq. 4). real: (K, d)."""
     features = net.body(images.flatten(0, 1)).unflatten(0, images.shape[:2])
-    loss = (features.mean(0) - real).square().sum(1)
-    if first < len(images):
-        loss = loss + weight * (features[:first].mean(0) - real).square().sum(1)
-    return loss, features.detach()
+    (means,) = terms.means([tuple(part.sum(0) for part in features.split(terms.splits))])
+    return terms.loss([(mean - real).square().sum(1) for mean in means]), features.detach()
 
 
 def feature_distances(features: torch.Tensor, real: torch.Tensor, decoded: int) -> torch.Tensor:

@@ -68,7 +68,9 @@ def step_flops(config: CondenseConfig, classes: int) -> dict[str, int]:
     with FlopCounterMode(display=False) as training:
         if config.method != "dm":
             group.train(net, torch.optim.SGD(net.parameters(), 0.01), 0, 0)
-    training_flops = round(training.get_total_flops() * config.net_images / max(1, min(config.net_images, rows)))
+    training_flops = round(
+        training.get_total_flops() * config.net_images / max(1, min(config.net_images, rows))
+    )
     return {"matching": round(matching.get_total_flops() * classes / some), "training": training_flops}
 
 

@@ -7,10 +7,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import itertools
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -53,8 +55,11 @@ class Condensed:
 
 @dataclass(frozen=True)
 class GroupTask:
-    """One group through one chunk; `before` is None at the start."""
+    """One group of the real images in the folder `images` through one chunk; `before` is None at the start."""
 
+    images: str
+    names: tuple[str, ...]
+    config: CondenseConfig
     group: int
     classes: tuple[int, ...]
     start: int
@@ -77,22 +82,37 @@ class GroupReport:
 class GroupWorker:
     """The Ray actor: the real images, mapped, and one group at a time."""
 
-    def __init__(self, images: str, classes: Sequence[str], config: CondenseConfig) -> None:
+    def __init__(self) -> None:
         torch.set_num_threads(1)  # groups are what runs in parallel: bits do not depend on the threads
         keep_memory()
-        self.real = open_images(images, classes)
-        self.config, self.device = config, cluster.worker_device()
+        self.device = cluster.worker_device()
+        self.open: tuple[Any, ClassGroup] | None = None
 
     def run(self, task: GroupTask) -> GroupReport:
         started = time.monotonic()
         if storage.exists(task.after):  # committed before an interruption
             state = GroupState.from_bytes(storage.read_bytes(task.after))
         else:
-            group = ClassGroup(self.real, task.classes, self.config, self.device)
+            group = self._group(task)
             before = GroupState.from_bytes(storage.read_bytes(task.before)) if task.before else group.start()
             state = group.run(before, task.subset, task.start, task.stop)
             storage.write_bytes(task.after, state.to_bytes())
         return GroupReport(state.loss, state.distances.tolist(), time.monotonic() - started)
+
+    def _group(self, task: GroupTask) -> ClassGroup:
+        key = (task.images, task.classes, task.config)
+        if self.open is None or self.open[0] != key:
+            real = open_images(task.images, task.names)
+            self.open = key, ClassGroup(real, task.classes, task.config, self.device)
+        return self.open[1]
+
+
+@contextlib.contextmanager
+def group_workers(config: ClusterConfig, groups: int) -> Iterator[cluster.Actors]:
+    """Workers for `condense`, for one condensation or for several after each other."""
+    cluster.connect()
+    with cluster.actors(cluster.plan_workers(config, groups), GroupWorker, []) as pool:
+        yield pool
 
 
 def keep_memory() -> None:
@@ -109,7 +129,7 @@ def keep_memory() -> None:
 def open_images(folder: str, classes: Sequence[str]) -> LabelledImages:
     """The real images that were kept in `folder`, their labels as places in `classes`."""
     found = pixels.kept(folder, _missing)
-    return labelled(found, LabelConfig(classes=tuple(classes)), (), folder)
+    return labelled(found, LabelConfig(classes=list(classes)), (), folder)
 
 
 def _missing() -> pixels.Images:
@@ -117,29 +137,22 @@ def _missing() -> pixels.Images:
 
 
 def condense(
-    images: str, work: str, classes: Sequence[str], config: CondenseConfig, workers: ClusterConfig, title: str = ""
-) -> Condensed:  # fmt: skip
+    images: str, work: str, classes: Sequence[str], config: CondenseConfig, pool: cluster.Actors
+) -> Condensed:
     """Condense the real images kept in the folder `images`; goes on where `work` was left.
 
     The result is that of an undisturbed run, byte for byte, on any number of workers of the same kind. Raises
     ValueError when a class has too few images.
     """
-    groups = [
-        tuple(range(i, min(i + config.classes_per_group, len(classes))))
-        for i in range(0, len(classes), config.classes_per_group)
-    ]
+    groups = [tuple(part) for part in _groups(len(classes), config)]
     done, seconds = _resume(work)
     chunks = list(config.chunks())
     if len(done) < len(chunks):
         ClassGroup(open_images(images, classes), range(len(classes)), config)  # has every class enough?
-        cluster.connect()
-        planned = cluster.plan_workers(workers, len(groups))
-        with (
-            cluster.actors(planned, GroupWorker, [images, tuple(classes), config]) as pool,
-            Progress(title or config.method, config.outer, "network", chunks[len(done)][0]) as progress,
-        ):
+        first = GroupTask(images, tuple(classes), config, 0, (), 0, 0, Subset(1, 0), None, "")
+        with Progress(config.method, config.outer, "network", chunks[len(done)][0]) as progress:
             for start, stop in chunks[len(done) :]:
-                chunk, spent = _chunk(pool, work, groups, config, done, start, stop)
+                chunk, spent = _chunk(pool, work, groups, first, done, start, stop)
                 done.append(chunk)
                 seconds += spent
                 told = {"chunks": [asdict(c) for c in done], "seconds": round(seconds, 3)}
@@ -153,6 +166,11 @@ def condense(
     return Condensed(torch.cat([s.images for s in states], 1), done, seconds)
 
 
+def _groups(classes: int, config: CondenseConfig) -> list[range]:
+    size = config.classes_per_group
+    return [range(i, min(i + size, classes)) for i in range(0, classes, size)]
+
+
 def _resume(work: str) -> tuple[list[Chunk], float]:
     path = storage.join(work, PROGRESS)
     told: dict[str, Any] = storage.read_json(path) if storage.exists(path) else {"chunks": [], "seconds": 0.0}
@@ -164,18 +182,20 @@ def _state(work: str, stop: int, group: int) -> str:
 
 
 def _chunk(
-    pool: Any, work: str, groups: Sequence[tuple[int, ...]], config: CondenseConfig, done: list[Chunk],
+    pool: cluster.Actors, work: str, groups: Sequence[tuple[int, ...]], like: GroupTask, done: list[Chunk],
     start: int, stop: int,
 ) -> tuple[Chunk, float]:  # fmt: skip
+    config = like.config
     subset = subset_of(choices(done, config.interval))
-    if config.method == "idc":
+    if config.method in ("idc", "single"):
         subset = Subset(config.images_per_class, 0)
     tasks = [
-        GroupTask(
-            g, classes, start, stop, subset, _state(work, start, g) if start else None, _state(work, stop, g)
+        replace(
+            like, group=g, classes=classes, start=start, stop=stop, subset=subset,
+            before=_state(work, start, g) if start else None, after=_state(work, stop, g),
         )
         for g, classes in enumerate(groups)
-    ]
+    ]  # fmt: skip
     reports: dict[int, GroupReport] = {t.group: r for t, r in pool.map("run", tasks)}
     shares = np.array([len(c) for c in groups]) / sum(map(len, groups))
     loss = sum(float(shares[g]) * reports[g].loss for g in range(len(groups)))
@@ -187,7 +207,7 @@ def _chunk(
 def choices(done: Sequence[Chunk], interval: int) -> list[int]:
     """The most learnable subset at the end of each whole interval but the first, which has none before it."""
     whole = [f for i, f in interval_distances(done, interval) if (i + 1) * interval <= done[-1].stop]
-    return [most_learnable(a, b) for a, b in zip(whole, whole[1:])]
+    return [most_learnable(a, b) for a, b in itertools.pairwise(whole)]
 
 
 def interval_distances(done: Sequence[Chunk], interval: int) -> list[tuple[int, np.ndarray]]:
