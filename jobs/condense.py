@@ -110,9 +110,9 @@ def make_set(here: Run, config: CondenseJob, to: str) -> None:
         make_coreset(here, config, to, work)
     else:
         classes = keep_images(here, config, storage.join(work, "images"))
-        make_condensed(
-            storage.join(work, "images"), classes, condense_config(config), config.cluster, to, work
-        )
+        groups = -(-len(classes) // config.classes_per_group)
+        with group_workers(config.cluster, groups) as pool:
+            make_condensed(storage.join(work, "images"), classes, condense_config(config), pool, to, work)
     storage.remove_tree(work)
 
 
