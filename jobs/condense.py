@@ -29,7 +29,7 @@ from selection import candidates
 from selection.candidates import Candidates
 from selection.condense.config import CONDENSERS, CondenseConfig
 from selection.condense.report import cost, items_of, plot_learnable
-from selection.condense.run import condense
+from selection.condense.run import condense, group_workers
 from selection.coresets import CORESETS, order
 from selection.proxy import pixels
 from selection.proxy.images import distinct

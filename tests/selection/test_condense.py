@@ -203,7 +203,9 @@ def test_a_class_with_too_few_images_is_named():
         ClassGroup(labelled(2), range(3), SMALL)
 
 
-@pytest.mark.parametrize("wrong", [{"method": "mcd"}, {"image_size": 9}, {"outer": 0}, {"image_lr": 0.0}, {"depth": 9}])
+@pytest.mark.parametrize(
+    "wrong", [{"method": "mcd"}, {"image_size": 9}, {"outer": 0}, {"image_lr": 0.0}, {"depth": 9}]
+)
 def test_settings_out_of_range_are_refused_by_name(wrong):
     with pytest.raises(ValueError, match=f"^{next(iter(wrong)) if 'depth' not in wrong else 'depth'}="):
         replace(SMALL, **wrong)
