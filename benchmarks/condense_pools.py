@@ -41,7 +41,10 @@ def digits(folder: Path) -> None:
     data = load_digits()
     order = np.random.default_rng(0).permutation(len(data.target))
     for name, rows in (("test", order[:TEST_DIGITS]), ("pool", order[TEST_DIGITS:])):
-        write(folder / name / "00000.tar", ((_png(data.images[r] * 255 / 16), str(data.target[r])) for r in rows))
+        write(
+            folder / name / "00000.tar",
+            ((_png(data.images[r] * 255 / 16), str(data.target[r])) for r in rows),
+        )
 
 
 def cifar10(folder: Path, train: str, test: str, classes: int, each: int) -> None:

@@ -18,6 +18,8 @@ class CondenseConfig:
             alone; `dm` matches mean features of fresh random networks, with both losses; `single` makes every
             image by itself, as n condensations of one image would.
         factor: f, a stored image decodes to f^2 training images.
+        start: real images to start from: `kmeans` (nested prototypes, so that prefixes are good from the first
+            step) or `random` (the paper).
         image_size: side of the images, pixels; a multiple of the factor.
         outer, inner: networks, and image steps on each (the paper: 2,000 and 100). `dm` takes as many steps,
             each on a network of its own.
@@ -37,6 +39,7 @@ class CondenseConfig:
     images_per_class: int = 10
     method: str = "mdc"
     factor: int = 2
+    start: str = "kmeans"
     image_size: int = 32
     outer: int = 200
     inner: int = 10
@@ -56,6 +59,8 @@ class CondenseConfig:
     def __post_init__(self) -> None:
         if self.method not in self.methods():
             raise ValueError(f"method={self.method}: must be {', '.join(self.methods())}")
+        if self.start not in ("kmeans", "random"):
+            raise ValueError(f"start={self.start}: must be kmeans or random")
         for key in (
             "images_per_class", "factor", "outer", "inner", "real_batch", "net_batch", "width", "depth",
             "classes_per_group",

@@ -20,6 +20,7 @@ from selection.condense.config import CondenseConfig
 from selection.condense.images import decode, shrink, to_unit
 from selection.condense.matching import Terms, feature_distances, feature_loss, gradient_loss, real_side
 from selection.condense.subset import Subset
+from selection.coresets import order
 from selection.proxy.images import LabelledImages
 from selection.proxy.nets import ConvNet, build_net
 from selection.proxy.train import DEVIATION, MEAN
@@ -73,14 +74,16 @@ class ClassGroup:
                 )
 
     def start(self) -> GroupState:
-        """Real images, shrunk into the tiles."""
+        """Real images, shrunk into the tiles: each class's nested k-means prototypes by pixels, or random ones."""
         sheets = []
         for c, rows in zip(self.classes, self.rows):
-            order = self._rng(INIT, 0, 0, c).permutation(len(rows))
-            chosen = np.sort(rows[order[: self.config.images_per_class * self.config.decoded]])
-            sheets.append(shrink(to_unit(self.real.images[chosen]), self.config.factor))
-        images = torch.stack(sheets, 1)
-        return GroupState(images, torch.zeros_like(images), np.zeros(len(images)), 0.0)
+            seed = int(self._rng(INIT, 0, 0, c).integers(1 << 31))
+            images = self.real.images[rows]
+            count = self.config.images_per_class * self.config.decoded
+            chosen = order(self.config.start, images.reshape(len(rows), -1), count, seed)
+            sheets.append(shrink(to_unit(images[chosen]), self.config.factor))
+        stored = torch.stack(sheets, 1)
+        return GroupState(stored, torch.zeros_like(stored), np.zeros(len(stored)), 0.0)
 
     def run(self, state: GroupState, subset: Subset, start: int, stop: int) -> GroupState:
         """Outer iterations start .. stop - 1."""
