@@ -37,6 +37,9 @@ CASES = {
 }  # fmt: skip
 
 
+FIRST = 3  # the subset with a loss of its own
+
+
 def images(classes: int, config: CondenseConfig) -> LabelledImages:
     n = classes * max(config.real_batch, config.images_per_class * config.decoded)
     rng = np.random.default_rng(0)
@@ -79,11 +82,11 @@ def main() -> None:
     keep_memory()
     for name, (classes, config) in CASES.items():
         group = ClassGroup(images(classes, config), range(classes), replace(config))
-        net, stored, first = group.network(0, 0), group.start().images, 3
+        net, stored = group.network(0, 0), group.start().images
         ways: dict[str, Callable[[], torch.Tensor]] = {
-            "loop": lambda g=group, n=net, x=stored: looped(g, n, x, first, False),
-            "loop, real once": lambda g=group, n=net, x=stored: looped(g, n, x, first, True),
-            "batched": lambda g=group, n=net, x=stored: g.image_gradient(n, x, Subset(first, 0), 0, 0)[0],
+            "loop": lambda g=group, n=net, x=stored: looped(g, n, x, FIRST, False),
+            "loop, real once": lambda g=group, n=net, x=stored: looped(g, n, x, FIRST, True),
+            "batched": lambda g=group, n=net, x=stored: g.image_gradient(n, x, Subset(FIRST, 0), 0, 0)[0],
         }
         seconds: dict[str, list[float]] = {way: [] for way in ways}
         results = {}
