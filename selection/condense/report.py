@@ -60,8 +60,9 @@ def step_flops(config: CondenseConfig, classes: int) -> dict[str, int]:
         rng.integers(0, 256, (rows, size, size, 3), dtype=np.uint8), np.arange(rows) % classes,
         tuple(map(str, range(classes))), np.zeros(rows, "u8,u8"), np.ones(rows, np.int64),
     )  # fmt: skip
-    some = min(classes, config.classes_per_group)
-    group = ClassGroup(real, range(some), config)
+    group = ClassGroup(
+        real, [0], config
+    )  # of a grouped convolution torch counts what an ungrouped one would take
     net, images = group.network(0, 0), group.start().images
     with FlopCounterMode(display=False) as matching:
         group.image_gradient(net, images, Subset(max(1, config.images_per_class // 2), 0), 0, 0)
@@ -71,7 +72,7 @@ def step_flops(config: CondenseConfig, classes: int) -> dict[str, int]:
     training_flops = round(
         training.get_total_flops() * config.net_images / max(1, min(config.net_images, rows))
     )
-    return {"matching": round(matching.get_total_flops() * classes / some), "training": training_flops}
+    return {"matching": matching.get_total_flops() * classes, "training": training_flops}
 
 
 def cost(config: CondenseConfig, classes: int, condensed: Condensed) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def test_first_gives_prefixes_of_stored_and_of_training_images(pool, tmp_path, i
     assert len(images) == 2 * 2 * 4
     assert np.array_equal(images.images[: len(few)], few.images)
     assert images.labels.tolist() == [0, 1] * 8
-    with pytest.raises(ValueError, match="s=3: must lie in 1 .. 2"):
+    with pytest.raises(ValueError, match=r"s=3: must lie in 1 \.\. 2"):
         whole.first(3)
 
 
