@@ -105,7 +105,7 @@ def labelled(images: Images, labels: LabelConfig, known: Sequence[str], what: st
     """Images whose texts are labels; `what` names them in messages."""
     if not len(images):
         raise Refused(f"{what}: no image with a label there ({images.skipped or 'it is empty'})")
-    classes = tuple(labels.classes or known) or _distinct(images.texts)
+    classes = tuple(labels.classes or known) or distinct(images.texts)
     places = {name: i for i, name in enumerate(classes)}
     if labels.classes:
         places = {str(i): i for i in range(len(classes))} | places
@@ -140,7 +140,8 @@ def text_of(labels: LabelConfig) -> TextOf:
     return in_caption
 
 
-def _distinct(labels: Iterable[str]) -> tuple[str, ...]:
+def distinct(labels: Iterable[str]) -> tuple[str, ...]:
+    """The labels that occur, sorted; numbers by value."""
     names = set(labels)
     numbers = all(name.lstrip("-").isdecimal() for name in names)
     return tuple(sorted(names, key=int if numbers else str))
