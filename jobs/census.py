@@ -1,6 +1,6 @@
 """What is in a pool: counts, lengths, most and least common captions, words and domains, duplicates, languages.
 
-python -m jobs.census pool.shards='/data/pool/*.tar' [to=/data/census]   # shards, or metadata parquet files
+python -m jobs.census pool.shards='/data/pool/*.tar' [to=/data/census]   # or pool.metadata='/data/*.parquet'
 python -m jobs.census out=/data/winnow [run=default]                     # a scan; with a run: kept against dropped
 python -m jobs.census out=/data/winnow run=default search='golden retriever'
 """
@@ -36,7 +36,7 @@ SHOWN = 20  # matches of a search that are printed
 
 @dataclass(kw_only=True)
 class CensusJobConfig:
-    """pool: shards or metadata parquet files, read as they are; or out: the folder of a scan, and run: a finished
+    """pool: shards, or metadata parquet files, read as they are; or out: the folder of a scan, and run: a finished
     run in it, of which kept and dropped samples are told apart.
 
     to: the folder for census.json and pictures (search: for matches.parquet); by default `census` in the run's
@@ -54,14 +54,13 @@ class CensusJobConfig:
 
 
 def run(node: DictConfig) -> None:
-    if node.pool.shards is None:
-        if node.out is None:
-            raise Refused("pool.shards: give shards or metadata parquet files, or out= for a scanned pool")
-        node.pool.shards = "none"  # of no use: the tables tell
-    elif node.out is not None:
+    bare = node.pool.shards is not None or node.pool.metadata is not None
+    if bare == (node.out is not None):
         raise Refused(
-            f"pool.shards={node.pool.shards}: give it or out, not both; out names a pool that was scanned"
+            "pool: give pool.shards or pool.metadata for a pool as it lies, or out= for a scanned one"
         )
+    if not bare:
+        node.pool.shards = "none"  # of no use: the tables tell
     config = build(node, "", CensusJobConfig)
     source, home = _source(config)
     to = storage.absolute(config.to, "to") if config.to else home
@@ -92,12 +91,13 @@ def _source(config: CensusJobConfig) -> tuple[Source, str | None]:
         return Tables.of_run(here), here.path("census")
     if config.run is not None:
         raise Refused(f"run={config.run}: give out= as well, the folder that holds the run")
-    files = shards.expand(config.pool.shards)
+    if config.pool.metadata:
+        files = shards.expand(config.pool.metadata, (".parquet",), "pool.metadata")
+    else:
+        files = shards.expand(config.pool.shards)
     if absent := shards.missing(files):
-        raise Refused(f"pool.shards: {len(absent)} files are missing, {absent[0]} for one")
-    if all(f.endswith(".parquet") for f in files):
-        return Metadata(files), None
-    return Shards(files, config.pool), None
+        raise Refused(f"pool: {len(absent)} files are missing, {absent[0]} for one")
+    return (Metadata(files) if config.pool.metadata else Shards(files, config.pool)), None
 
 
 def _search(source: Source, phrase: str, to: str | None) -> None:

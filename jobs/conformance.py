@@ -1,6 +1,6 @@
 """How far can a stored score column be trusted? Scores a sample of the pool anew and compares.
 
-python -m jobs.conformance pool.shards='/data/pool/*.tar' column=clip_b32_similarity_score out=/data/trust \
+python -m jobs.conformance pool.shards='/data/pool/*.tar' column=clip_b32_similarity_score out=/data/trust \\
     scorer.weights=openai
 """
 

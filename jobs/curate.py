@@ -11,7 +11,10 @@ from typing import Any
 
 from omegaconf import MISSING, DictConfig, OmegaConf
 
+from filters.duplicates.stage import DedupConfig
 from filters.leakage_stage import LeakageConfig
+from filters.rules import Rules
+from filters.score import ScoreCut
 from jobs.launch import build, launch, plain, register
 from jobs.stages import build_stages
 from pipeline import storage
@@ -24,6 +27,7 @@ from pipeline.metadata_scan import scan_metadata
 from pipeline.samples import PoolConfig
 from pipeline.scan import ErrorBudget, scan
 from pipeline.scorer import ScorerConfig
+from selection.influence.stage_config import InfluenceStageConfig
 from selection.run_rounds import RoundsConfig, describe, write_rounds
 
 
@@ -103,7 +107,14 @@ def _print(run_: Run, receipt: dict[str, Any]) -> None:
     print(f"\n{run_.folder}/ holds subset.npy, manifest.parquet, decisions/ and receipt.json")
 
 
-register("curate", CurateConfig)
+FILLED = {  # by config groups
+    "scorer": ScorerConfig,
+    "filters.dfn": ScoreCut,
+    "filters.basic": Rules,
+    "dedup": DedupConfig,
+    "selection": InfluenceStageConfig,
+}
+register("curate", CurateConfig, FILLED)
 
 if __name__ == "__main__":
     launch("curate", run)

@@ -9,7 +9,7 @@ import io
 import os
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from omegaconf import MISSING, DictConfig, ListConfig
@@ -21,6 +21,7 @@ from pipeline.errors import Refused
 from pipeline.explain import Explanation, explain
 from pipeline.manifest import Run
 from pipeline.samples import format_uid
+from selection.run_rounds import rounds_of_sample
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 
@@ -44,8 +45,10 @@ def run(node: DictConfig) -> None:
     to = storage.absolute(config.to, "to") if config.to else None
     if to and to.lower().endswith(SUFFIXES) and len(uids) > 1:
         raise Refused(f"to={config.to}: one file for {len(uids)} samples; name a folder")
-    for found in explain(Run(storage.absolute(config.out, "out"), config.run), uids):
-        print(found.describe())
+    here = Run(storage.absolute(config.out, "out"), config.run)
+    for found in explain(here, uids):
+        rounds = rounds_of_sample(here, str(found.features["shard"]), found.uid)
+        print(replace(found, rounds=rounds).describe())
         _show(found, to)
 
 

@@ -11,26 +11,31 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable
-from dataclasses import is_dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import hydra
 from hydra.core.config_store import ConfigStore
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from jobs.usage import sections_of, usage
 from pipeline.errors import Refused, WinnowError
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 T = TypeVar("T")
 
 
-def register(name: str, schema: type) -> None:
-    """Make `schema` the type of conf/<name>.yaml."""
+SCHEMAS: dict[str, tuple[type, Mapping[str, type]]] = {}
+
+
+def register(name: str, schema: type, sections: Mapping[str, type] | None = None) -> None:
+    """Make `schema` the type of conf/<name>.yaml. sections: classes of parts that config groups fill, for --help."""
     ConfigStore.instance().store(name=f"{name}_schema", node=schema)
+    SCHEMAS[name] = (schema, sections or {})
 
 
 def launch(name: str, run: Callable[[DictConfig], None]) -> None:
@@ -45,9 +50,13 @@ def launch(name: str, run: Callable[[DictConfig], None]) -> None:
 
 def _exit_code(name: str, run: Callable[[DictConfig], None]) -> int:
     codes = []
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(usage(CONF, name, str(sys.modules[run.__module__].__doc__), *SCHEMAS[name]))
+        return 0
 
     def task(config: DictConfig) -> None:
         try:
+            _refuse_unknown(config, SCHEMAS[name][0])
             run(config)
         except WinnowError as e:
             codes.append(_say(str(e), e.exit_code))
@@ -60,14 +69,30 @@ def _exit_code(name: str, run: Callable[[DictConfig], None]) -> int:
                 _say("interrupted; what is finished is kept, the same command goes on from there", 1)
             )
 
+    if odd := [a for a in sys.argv[1:] if not re.match(r"-|~\S|[+\w.@/]+=", a)]:
+        return _say(f"{odd[0]}: must be KEY=VALUE; --help shows the keys", Refused.exit_code)
     sys.argv[1:] = [*(_quoted(a) for a in sys.argv[1:]), f"hydra.job.name={name}"]
     try:
         hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(task)()
+    except OverrideParseException as e:
+        return _say(
+            f"{e.override}: cannot be read; put the value in quotes, as in KEY='\"a, [b]\"'",
+            Refused.exit_code,
+        )
     except MissingConfigException as e:
         return _say(_no_choice(str(e.missing_cfg_file)), Refused.exit_code)
     except (HydraException, OmegaConfBaseException) as e:
         return _say(_one_line(e), Refused.exit_code)
     return max(codes, default=0)
+
+
+def _refuse_unknown(node: DictConfig, schema: type, key: str = "") -> None:
+    """`+key=value` adds to what is open, such as leakage.sets; a key that nothing would read is a slip."""
+    for name in set(map(str, node)) - {f.name for f in fields(schema)}:
+        raise Refused(f"{_dotted(key, name)}: there is no such key; --cfg job shows those there are")
+    for name, kind in sections_of(schema):
+        if not OmegaConf.is_missing(node, name) and isinstance(node[name], DictConfig):
+            _refuse_unknown(node[name], kind, _dotted(key, name))
 
 
 def _quoted(argument: str) -> str:

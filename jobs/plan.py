@@ -11,13 +11,12 @@ import os
 import shutil
 import time
 
-import pyarrow.parquet as pq
 from omegaconf import DictConfig
 
-from filters.duplicates.config import memory_plan, passes
-from filters.duplicates.table_blocks import TOWERS
-from jobs.launch import launch
+from jobs.curate import FILLED, CurateConfig
+from jobs.launch import launch, register
 from jobs.plan_checks import Plan, existing, out_folder
+from jobs.plan_costs import basis_of, stage_costs
 from jobs.stages import filter_stage
 from pipeline import cluster, storage
 from pipeline.cluster import Workers
@@ -36,14 +35,6 @@ from pipeline.estimate import (
 )
 from pipeline.probe import Probe, ProbeTask, ProbeWorker
 from pipeline.scan import Survey, divide
-from pipeline.shards import SHARD_SUFFIXES, CountFiles, expand
-
-NEAR_SECONDS = 83e-6  # a row of 512 numbers, one core, in a pool of a million (docs/scale.md)
-LEAK_FLOPS = 50e9  # hash products a second, one core
-CODE_BITS = 64
-HEAD_FLOPS = 11e9  # products of a head in float64 a second, one busy core (benchmarks/influence.py)
-SCORE_BYTES = 40  # of disk, a row of the influence stage
-SOME_CLASSES = 100  # where the labels of the pool say how many there are
 
 
 def run(config: DictConfig) -> None:
@@ -78,10 +69,11 @@ def run(config: DictConfig) -> None:
     chain = plan.problems.tried(lambda: chain_costs(here, first, [filter_stage(config)], size))
     plan.problems.stop()
     assert chain is not None
+    basis = basis_of(size, probes, workers.count, workers.cpus, _width(here), chain[1])
     startup = age + (begun - started) + _start_of(waited, first)
     costs = [Cost("start", startup, human(driver_bytes(size.shards)), note="imports, Ray, loading the model")]
     costs.append(scan_cost(size, workers, probes, _width(here)))
-    costs += [*chain[0][:-1], *_others(plan, here, size, workers, probes, chain[1]), chain[0][-1]]
+    costs += [*chain[0][:-1], *stage_costs(plan.parts, basis), chain[0][-1]]
     _fits(plan, costs, workers, first)
     report(size, workers, first, probed, costs)
     plan.problems.stop()
@@ -119,57 +111,6 @@ def _gpu(workers: Workers, probe: Probe, batch: int) -> list[str]:
         f"scorer.batch_size={batch}: {sharing} workers a GPU need {human(need)}, it has {human(probe.gpu_total)};"
         f" try {max(1, int(batch * probe.gpu_total / need / 1.2))}, or a larger cluster.gpus_per_worker"
     ]
-
-
-def _others(
-    plan: Plan, here: Survey, size: PoolSize, workers: Workers, probes: list[Probe], kept: float
-) -> list[Cost]:
-    """Stages that a probe cannot measure: reckoned from what docs/scale.md measured."""
-    costs = []
-    cores = max(1, workers.count * workers.cpus)
-    leakage, dedup = plan.parts["leakage"], plan.parts["dedup"]
-    rows = round(size.samples * kept)
-    if leakage and leakage.sets:
-        pace = probes[0].samples / probes[0].seconds * workers.count
-        images = sum(evaluation_size(storage.absolute(p, "leakage.sets")) for p in leakage.sets.values())
-        flops = 2.0 * rows * images * CODE_BITS
-        note = f"reckoned: {images:,} evaluation images, scanned and compared with {rows:,} rows"
-        costs.append(Cost("leakage", images / pace + flops / LEAK_FLOPS / cores, note=note))
-    if dedup and dedup.near:
-        towers = len(TOWERS[dedup.embedding])
-        width = 1 if dedup.method == "phash" else max(_width(here), 1) * towers
-        need = memory_plan(dedup.search(), rows, width)
-        seconds = rows * NEAR_SECONDS * max(width, 64) / 512 * max(rows / 1e6, 1.0) ** 0.05 / cores
-        memory = f"{human(need.task_bytes)} a task, {human(need.driver_bytes)} to decide"
-        note = (
-            f"reckoned for {rows:,} rows; the largest cluster needs {human(need.whole)},"
-            f" dedup.task_memory is {human(dedup.task_memory)}: {passes(need.passes)}"
-        )
-        costs.append(Cost("dedup", seconds, memory, need.disk, note=note))
-    elif dedup:
-        costs.append(Cost("dedup", 5e-6 * rows, note="reckoned; exact duplicates alone"))
-    selection = plan.parts["selection"]
-    if selection:
-        classes = selection.expected_classes() or SOME_CLASSES
-        work = selection.cost(rows, max(_width(here), 1), classes)
-        memory = f"{human(work.worker_bytes)} a task, {human(work.driver_bytes)} to decide"
-        note = f"reckoned for {rows:,} rows, {classes} classes: {work.describe()}"
-        costs.append(
-            Cost("influence", work.flops / HEAD_FLOPS / cores, memory, rows * SCORE_BYTES, note=note)
-        )
-    return costs
-
-
-def evaluation_size(path: str) -> int:
-    """Images of an evaluation set: rows of a parquet file, or files; samples of shards by their count files."""
-    if path.endswith(".parquet"):
-        with storage.open_file(path) as f:
-            return pq.ParquetFile(f).metadata.num_rows
-    fs, p = storage.resolve(path)
-    if fs.isdir(p) and not any(n.endswith(SHARD_SUFFIXES) for n in storage.listdir(path)):
-        return len(fs.find(p))
-    counts = [CountFiles().promised(s) for s in expand(path)]
-    return sum(c[0] if c else 10_000 for c in counts)
 
 
 def _fits(plan: Plan, costs: list[Cost], workers: Workers, probe: Probe) -> None:
@@ -210,6 +151,8 @@ def report(size: PoolSize, workers: Workers, first: Probe, probed: str, costs: l
         f"{'total':9}{duration(seconds):>8}  {human(sum(c.disk for c in costs)):>9}  {gpu / 3600:.1f} GPU-hours"
     )
 
+
+register("plan", CurateConfig, FILLED)
 
 if __name__ == "__main__":
     launch("plan", run)

@@ -25,6 +25,7 @@ from pipeline.samples import PoolConfig
 from pipeline.scan import ErrorBudget, Survey, survey
 from pipeline.scorer import ScorerConfig
 from selection.influence.stage_config import InfluenceStageConfig
+from selection.run_rounds import RoundsConfig
 
 SECTIONS: dict[str, type] = {
     "pool": PoolConfig,
@@ -35,6 +36,7 @@ SECTIONS: dict[str, type] = {
     "leakage": LeakageConfig,
     "dedup": DedupConfig,
     "selection": InfluenceStageConfig,
+    "rounds": RoundsConfig,
 }
 READ_AHEAD = 16  # shards of which the first bytes are read
 T = TypeVar("T")
@@ -75,7 +77,9 @@ class Plan:
     def check(self) -> None:
         """Every section by itself: all of its wrong fields, then what only shows when they are put together."""
         for key, schema in SECTIONS.items():
-            node = self.config[key]
+            node = self.config[key].copy() if self.config[key] else None
+            if key == "dedup" and node:
+                node.scorer = node.scorer or None  # the choice `none` is empty
             if not node:  # scorer=none, dedup=none
                 self.parts[key] = None
             else:

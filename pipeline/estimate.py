@@ -161,6 +161,6 @@ def human(size: float) -> str:
 
 def duration(seconds: float) -> str:
     """Seconds for a person."""
-    if seconds < 90:
+    if seconds < 300:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

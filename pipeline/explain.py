@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import polars as pl
 from PIL import Image
 
@@ -19,7 +18,6 @@ from pipeline.lookup import Place, Uid, find_samples, rows_of
 from pipeline.manifest import Run
 from pipeline.samples import format_uid, parse_uid
 from pipeline.shards import Member, open_shard
-from pipeline.uids import SUBSET
 
 BYTES = ("sha256", "pixel_hash")
 HIDDEN = ("uid_hi", "uid_lo", "shard", "key", "members", "offset", "size", "caption_repaired")
@@ -62,7 +60,8 @@ class Explanation:
     """All that a run knows of one sample. `features`: its row of the feature table, by column.
 
     duplicate_of: what it was dropped for; stands_for: what was dropped for it, `stands_for_count` of them.
-    leaks: evaluation images it is too close to. influence: rows of influence tables. rounds: those it is in.
+    leaks: evaluation images it is too close to. influence: rows of influence tables.
+    rounds: those that show it, and how often; None without rounds.
     """
 
     uid: Uid
@@ -74,7 +73,7 @@ class Explanation:
     stands_for_count: int = 0
     leaks: list[dict[str, Any]] = field(default_factory=list)
     influence: list[dict[str, Any]] = field(default_factory=list)
-    rounds: list[str] | None = None
+    rounds: dict[int, int] | None = None
 
     @property
     def kept(self) -> bool:
@@ -125,7 +124,8 @@ class Explanation:
             told = ", ".join(f"{k} {_plain(v)}" for k, v in row.items() if not k.startswith("uid_"))
             lines.append(f"  influence {told}")
         if self.rounds is not None:
-            lines.append(f"  rounds    {', '.join(self.rounds) or 'none'}")
+            shown = [f"{t}" if n == 1 else f"{t} ({n} times)" for t, n in self.rounds.items()]
+            lines.append(f"  rounds    {', '.join(shown) or 'none'}")
         return "\n".join(lines)
 
 
@@ -180,23 +180,4 @@ def _explain(run: Run, receipt: dict[str, Any], uid: Uid, place: Place) -> Expla
         stands_for_count=sum(n for _, n in stand_ins),
         leaks=[r for p in of["leaks"] for r in rows_of(p, uid)[0]],
         influence=[r for p in of["influence"] for r in rows_of(p, uid)[0]],
-        rounds=_rounds(run, uid),
     )  # fmt: skip
-
-
-def _rounds(run: Run, uid: Uid) -> list[str] | None:
-    """Names of the round files of the run that hold the uid, each found by bisection; None without rounds."""
-    folder = run.path("rounds")
-    names = [n for n in storage.listdir(folder) if n.endswith(".npy") and not n.endswith(".counts.npy")]
-    held = []
-    for name in names:
-        with storage.local_copy(storage.join(folder, name)) as local:
-            uids = np.lib.format.open_memmap(local, mode="r")
-            if uids.dtype == SUBSET and _holds(uids, uid):
-                held.append(name.removesuffix(".npy"))
-    return held if names else None
-
-
-def _holds(uids: np.ndarray, uid: Uid) -> bool:
-    start, stop = (int(np.searchsorted(uids["f0"], np.uint64(uid[0]), side)) for side in ("left", "right"))
-    return bool((uids["f1"][start:stop] == np.uint64(uid[1])).any())

@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from pipeline import cluster, storage
 from pipeline.cluster import ClusterConfig
 from pipeline.errors import Refused
@@ -31,9 +33,9 @@ DRAWS = ("format", "seed", "ratio", "replacement", "counts_sha256", "stratify", 
 class RoundsConfig:
     """RS2: every round is a fresh random share of the run's entries (Okanovic et al., ICLR 2024).
 
-    ratio: that share. rounds: how many; 0 for none. replacement: whether rounds are drawn independently; without it every
-    entry is used once before any is used again. stratify: a column whose values keep their shares in every
-    round. seed: of the draws. files: write a uid file a round; the description is written in any case.
+    ratio: that share. rounds: how many; 0 for none. replacement: whether rounds are drawn independently; without
+    it every entry is used once before any is used again. stratify: a column whose values keep their shares in
+    every round. seed: of the draws. files: write a uid file a round; the description is written in any case.
     batch_size: samples a step on all devices together, to tell the steps of a round; null leaves them open.
     """
 
@@ -180,3 +182,24 @@ def open_rounds(run: Run, *, members: bool = True) -> Rounds:
     if manifest.digest != told["manifest"]:
         raise Refused(f"{path}: the run's manifest has changed since; make the rounds anew with jobs.rounds")
     return round_files.load(path, manifest)
+
+
+def rounds_of_sample(run: Run, shard: str, uid: tuple[int, int]) -> dict[int, int] | None:
+    """Rounds that show a sample, and how often each does; None for a run without rounds.
+
+    shard: the sample's. Draws that one shard of every round; no round's file is read.
+    """
+    if not storage.exists(run.path("rounds", DESCRIPTION)):
+        return None
+    rounds = open_rounds(run, members=False)
+    manifest = rounds.manifest
+    assert manifest is not None
+    if shard not in manifest.shards:
+        return {}
+    index = list(manifest.shards).index(shard)
+    rows = manifest.rows(index)
+    mine = np.flatnonzero((rows.uid_hi == np.uint64(uid[0])) & (rows.uid_lo == np.uint64(uid[1])))
+    entries = np.flatnonzero(np.isin(rows.rows_of_entries(), mine))
+    number = storage.read_json(run.path("rounds", DESCRIPTION))["rounds"]
+    shown = {t: int(np.isin(rounds.members(t, index), entries).sum()) for t in range(number)}
+    return {t: n for t, n in shown.items() if n}

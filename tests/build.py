@@ -173,7 +173,7 @@ def call(job: Any, *overrides: str) -> int:
     name = job.__name__.rsplit(".", 1)[1]
     before, sys.argv = sys.argv, [f"jobs/{name}.py", *overrides]
     try:
-        launch(name, job.run)
+        launch(name, getattr(job, "start", job.run))
     except SystemExit as e:
         return int(e.code or 0)
     finally:

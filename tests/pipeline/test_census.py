@@ -202,18 +202,20 @@ def test_overlap_with_evaluation_captions(
     metadata: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "eval.txt").write_text("BALL red ball\nnever seen before\n")
-    assert call(census, f"pool.shards={metadata}", f"evaluation={tmp_path}/eval.txt", "count.ngrams=[]") == 0
+    assert (
+        call(census, f"pool.metadata={metadata}", f"evaluation={tmp_path}/eval.txt", "count.ngrams=[]") == 0
+    )
     assert "1 of 2 evaluation captions are in the pool" in capfd.readouterr().out
     pl.DataFrame({"captions": [["a dog", "Ball; red, ball?"]]}).write_parquet(tmp_path / "eval.parquet")
-    assert call(census, f"pool.shards={metadata}", f"evaluation={tmp_path}/eval.parquet") == 0
+    assert call(census, f"pool.metadata={metadata}", f"evaluation={tmp_path}/eval.parquet") == 0
     assert re.search(r"equal an evaluation caption +[1-9]", capfd.readouterr().out)
 
 
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        ([], "pool.shards: give shards or metadata parquet files, or out="),
-        (["pool.shards=x.tar", "out=/x"], "give it or out, not both"),
+        ([], "pool: give pool.shards or pool.metadata for a pool as it lies, or out="),
+        (["pool.shards=x.tar", "out=/x"], "or out= for a scanned one"),
         (["out=/nowhere"], "out=/nowhere: no finished scan there"),
         (["out=/nowhere", "run=default"], "no finished run there"),
         (["pool.shards=/nowhere/*.tar"], "/nowhere"),
