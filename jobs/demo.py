@@ -1,4 +1,4 @@
-"""The whole chain on the default pool: pool, filter network, curation, shards, proof, report.
+"""The whole chain on the default pool: pool, filter network, curation, shards, proof, condensed set, report.
 
 python -m jobs.demo out=/tmp/winnow-demo
 """
@@ -14,7 +14,7 @@ import hydra
 import polars as pl
 from omegaconf import MISSING, DictConfig
 
-from jobs import curate, prove, report, reshard, train_filter
+from jobs import condense, curate, prove, report, reshard, train_filter
 from jobs.demo_pool import DemoPool, DemoPoolConfig
 from jobs.demo_pool import build as build_pool
 from jobs.launch import build, launch, plain, register
@@ -48,20 +48,21 @@ def run(node: DictConfig) -> None:
     config = build(node, "", DemoConfig)
     out = Path(storage.absolute(config.out, "out"))
     pool = _say(
-        "1/6  the pool: drawings with names, some pairs swapped, copied or damaged",
+        "1/7  the pool: drawings with names, some pairs swapped, copied or damaged",
         lambda: _pool(config, out),
     )
-    _say("2/6  the filter network, trained on the trusted part", lambda: _train(pool, out))
+    _say("2/7  the filter network, trained on the trusted part", lambda: _train(pool, out))
     _say(
-        "3/6  curate: keep the best half, drop duplicates and what harms, draw rounds",
+        "3/7  curate: keep the best half, drop duplicates and what harms, draw rounds",
         lambda: _curate(pool, out),
     )
-    _say("4/6  training shards for open_clip", lambda: _reshard(out))
+    _say("4/7  training shards for open_clip", lambda: _reshard(out))
     _say(
-        "5/6  proof: small networks trained on what was chosen, and on what was not",
+        "5/7  proof: small networks trained on what was chosen, and on what was not",
         lambda: _prove(pool, out),
     )
-    _say("6/6  the report", lambda: _report(out))
+    _say("6/7  a condensed set, every prefix of which is a small training set", lambda: _condense(out))
+    _say("7/7  the report", lambda: _report(out))
     _compare(Run(str(out / "winnow"), "default"), pool)
     print(
         f"\nEverything lies under {out}:\n"
@@ -69,6 +70,7 @@ def run(node: DictConfig) -> None:
         f"  filter/                      the trained network, with its loss in curve.png\n"
         f"  winnow/runs/default/         subset.npy, manifest.parquet, decisions/, receipt.json, rounds/, proof/\n"
         f"  train/                       the training shards\n"
+        f"  condensed/                   small images that stand for a class, by rank\n"
         f"Open this in a browser:\n{out}/winnow/runs/default/report.html"
     )
 
@@ -129,8 +131,16 @@ def _prove(pool: DemoPool, out: Path) -> None:
     )  # fmt: skip
 
 
+def _condense(out: Path) -> None:
+    """Distribution matching, the cheapest way, and not for long."""
+    _job(
+        "condense", condense.run, f'out="{out}/winnow"', f'to="{out}/condensed"', "method=dm",
+        "images_per_class=5", "outer=30", "inner=10", "width=32",
+    )  # fmt: skip
+
+
 def _report(out: Path) -> None:
-    _job("report", report.run, f'out="{out}/winnow"')
+    _job("report", report.run, f'out="{out}/winnow"', f'condensed="{out}/condensed"')
 
 
 def _compare(done: Run, pool: DemoPool) -> None:
