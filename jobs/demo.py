@@ -17,7 +17,7 @@ from omegaconf import MISSING, DictConfig
 from jobs import condense, curate, prove, report, reshard, train_filter
 from jobs.demo_pool import DemoPool, DemoPoolConfig
 from jobs.demo_pool import build as build_pool
-from jobs.launch import build, launch, plain, register
+from jobs.launch import build, launch, register
 from pipeline import storage
 from pipeline.manifest import Run
 from pipeline.progress import Progress
@@ -106,17 +106,11 @@ def _train(pool: DemoPool, out: Path) -> None:
 
 
 def _curate(pool: DemoPool, out: Path) -> None:
-    overrides = (
-        f'pool.shards="{pool.pool}"', f'out="{out}/winnow"', f'scorer.weights="{out}/filter"',
+    _job(
+        "curate", curate.run, f'pool.shards="{pool.pool}"', f'out="{out}/winnow"', f'scorer.weights="{out}/filter"',
         f"filters.dfn.top_fraction={TOP_FRACTION}", "dedup=near", "selection=influence",
         f'selection.target="{pool.trusted}"', f"rounds.rounds={ROUNDS}",
     )  # fmt: skip
-    receipt = out / "winnow" / "runs" / "default" / "receipt.json"
-    asked = plain(hydra.compose("curate", overrides=list(overrides)))
-    if receipt.exists() and storage.read_json(str(receipt))["config"] == asked:
-        print("   is there already")  # a second run would open no shard, and not know what the scan took
-        return
-    _job("curate", curate.run, *overrides)
 
 
 def _reshard(out: Path) -> None:
