@@ -12,8 +12,8 @@ a training image is seen by anything but the final count), and embeds train and 
 Winnow's label-error order and its `utility` order, cleanlab's (confident learning on out-of-sample
 probabilities of the same head, five folds), the head's own loss, and a random order. Then it removes rows
 from training and compares the head's test accuracy with removing as many at random (3 seeds). `train` trains
-the proxy network (`selection.proxy`) from random weights on the pixels of what the largest guarded removal
-kept, and on as many rows drawn at random, for equal steps, 3 seeds each.
+the proxy network (`selection.proxy`) from random weights on the pixels of what the removal of a fifth in one
+shot kept, and on as many rows drawn at random, for equal steps, 3 seeds each.
 """
 
 from __future__ import annotations
@@ -191,8 +191,7 @@ def after_removal(noisy: Noisy, out: Path) -> None:
         )
         before, after = result.metrics["test"]
         count, n = int(result.removed.sum()), len(noisy.given)
-        if guard:
-            np.save(out / "removed.npy", result.removed)
+        np.save(out / "removed.npy", result.removed)  # the last one, a fifth in one shot, is what `train` takes
         others = []
         for seed in range(SEEDS):
             keep = np.isin(np.arange(n), random(n, count, seed))
