@@ -191,7 +191,7 @@ def after_removal(noisy: Noisy, out: Path) -> None:
         )
         before, after = result.metrics["test"]
         count, n = int(result.removed.sum()), len(noisy.given)
-        np.save(out / "removed.npy", result.removed)  # the last one, a fifth in one shot, is what `train` takes
+        np.save(out / "removed.npy", result.removed)  # `train` takes the last one
         others = []
         for seed in range(SEEDS):
             keep = np.isin(np.arange(n), random(n, count, seed))
