@@ -171,7 +171,7 @@ def test_a_killed_writing_goes_on_to_the_same_bytes(run: Run, pool: Path, tmp_pa
     more = ["ratio=0.3", "rounds=300"]
     command = [sys.executable, "-m", "jobs.rounds", *args(run, *more, "cluster.workers=1")]
     child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while not Path(path_of(run, 3)).exists():
         assert child.poll() is None, child.stderr and child.stderr.read()
         assert time.monotonic() < deadline
