@@ -178,7 +178,9 @@ def test_a_killed_writing_goes_on_to_the_same_bytes(run: Run, pool: Path, tmp_pa
         time.sleep(0.01)
     child.send_signal(signal.SIGKILL)
     child.wait()
-    done = {n: b for n, b in contents(Path(run.path("rounds"))).items() if ".tmp-" not in n}  # what is finished
+    done = {
+        n: b for n, b in contents(Path(run.path("rounds"))).items() if ".tmp-" not in n
+    }  # what is finished
     assert call(rounds, *args(run, *more)) == 0
     after = contents(Path(run.path("rounds")))
     assert {name: after[name] for name in done} == done
