@@ -1,7 +1,7 @@
 """Multisize dataset condensation: one ordered set of learned images, every prefix of which trains well.
 
     config = CondenseConfig(images_per_class=10, method="mdc", image_size=32)
-    made = condense("/work/images", "/work", classes, config, ClusterConfig())
+    made = condense("/data/images", "/data/scratch", classes, config, ClusterConfig())
     made.images                                     # (n, C, 3, H, W), rank by rank
 
 He, Xiao, Zhou and Tsang, "Multisize Dataset Condensation", ICLR 2024, on IDC (Kim et al., "Dataset Condensation

@@ -160,7 +160,7 @@ def test_image_based_and_its_intersection_with_clip_score(pool: Path, tmp_path: 
 
 
 def reference_top(scores: np.ndarray, fraction: float) -> np.ndarray:
-    """get_threshold and load_uids_with_clip_score_helper of the reference, in their words."""
+    """The rule of the reference: all scores at least as high as the n-th one, counted from 0, n = fraction of all rows."""
     n = int(len(scores) * fraction)
     return scores >= -np.sort(-scores)[n]
 
