@@ -230,6 +230,7 @@ def refusal(err: str) -> str:
         ("filters.dfn.threshold=0.3", "give one and set the other to null"),
         ("filters.dfn.similarity=2", "filters.dfn.similarity: there is no such key"),
         ("+filters.dfn.similarity=2", "filters.dfn.similarity"),
+        ("+leakage.sets.mine=/nowhere", "leakage.sets.mine=/nowhere: there is no such file or folder"),
         (
             "filters=[dnf]",
             "choose from basic, caption, classifier, clip_score, column, dfn, image, image_based, laion2b, random",
