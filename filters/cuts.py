@@ -85,11 +85,8 @@ class Truth:
 
         In place of `good`, `kind` may say it, as in the truth.parquet of the demo. Raises Refused for anything else, and when a uid is repeated.
         """
-        try:
-            with storage.open_file(path) as f:
-                frame = pl.read_parquet(f.read())
-        except (OSError, pl.exceptions.PolarsError) as e:
-            raise Refused(f"truth={path}: {str(e).splitlines()[0]}") from None
+        with storage.open_input(path, "parquet", "truth") as f:
+            frame = pl.read_parquet(f.read())
         if "good" not in frame.columns and "kind" in frame.columns:
             frame = frame.with_columns(good=pl.col("kind").is_in(TRUE_KINDS))
         if not {"uid", "good"} <= set(frame.columns):

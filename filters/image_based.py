@@ -93,9 +93,7 @@ class ImageBased(Filter):
 
     def _target(self) -> np.ndarray:
         key = f"filters.{self.name}.target={self.target}"
-        if not storage.exists(self.target):
-            raise Refused(f"{key}: no such file; give an .npy or .npz of the target set's embeddings")
-        with storage.open_file(self.target) as f:
+        with storage.open_input(self.target, ".npy or .npz", f"filters.{self.name}.target") as f:
             loaded = np.load(f)
             if isinstance(loaded, np.lib.npyio.NpzFile):
                 if self.embedding not in loaded:
@@ -108,9 +106,7 @@ class ImageBased(Filter):
     def _given(self, width: int) -> np.ndarray:
         assert self.centroids
         key = f"filters.{self.name}.centroids={self.centroids}"
-        if not storage.exists(self.centroids):
-            raise Refused(f"{key}: no such file")
-        with storage.open_file(self.centroids) as f:
+        with storage.open_input(self.centroids, ".npy", f"filters.{self.name}.centroids") as f:
             centroids = np.load(f)
         if centroids.ndim != 2 or centroids.shape[1] != width or not np.isfinite(centroids).all():
             raise Refused(f"{key}: is {centroids.dtype} {centroids.shape}, finite rows of {width} are needed")

@@ -52,7 +52,10 @@ class LeakageStage:
     name: str = "leakage"
 
     def identity(self) -> dict[str, Any]:
-        sets = {name: evaluation.fingerprint(path) for name, path in self.config.sets.items()}
+        sets = {
+            name: evaluation.fingerprint(path, f"leakage.sets.{name}")
+            for name, path in self.config.sets.items()
+        }
         return asdict(self.config) | {"content": sets}
 
     def run(self, chain: Chain) -> Iterator[tuple[str, pl.DataFrame]]:

@@ -15,7 +15,6 @@ import polars as pl
 from omegaconf import MISSING, DictConfig
 
 from jobs.launch import build, launch, register
-from pipeline import storage
 from pipeline.errors import Refused
 from pipeline.storage import absolute, commit, join, lock, write_json
 from selection.influence import HeldOut, Influence, Rows, SelectionConfig, combine, fit_head, select
@@ -190,8 +189,6 @@ def write_table(out: str, name: str, table: pl.DataFrame) -> None:
 
 def start(node: DictConfig) -> None:
     config = build(node, "", InfluenceConfig)
-    if not storage.exists(absolute(config.features, "features")):
-        raise Refused(f"features={config.features}: there is no such file")
     run(config)
 
 

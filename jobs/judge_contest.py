@@ -278,7 +278,7 @@ class Trials:
 def _read_truth(config: TruthConfig) -> pl.DataFrame:
     """uid and right, a row a known pair."""
     assert config.path
-    with storage.open_file(config.path) as f:
+    with storage.open_input(config.path, "parquet", "truth.path") as f:
         frame = pl.read_parquet(f.read())
     for column in ("uid", config.column):
         if column not in frame.columns:

@@ -64,7 +64,7 @@ def _leakage(sets: Mapping[str, str], basis: Basis) -> Cost:
 def evaluation_size(path: str) -> int:
     """Images of an evaluation set: rows of a parquet file, or files; samples of shards by their count files."""
     if path.endswith(".parquet"):
-        with storage.open_file(path) as f:
+        with storage.open_input(path, "parquet", "leakage.sets") as f:
             return pq.ParquetFile(f).metadata.num_rows
     fs, p = storage.resolve(path)
     if fs.isdir(p) and not any(n.endswith(SHARD_SUFFIXES) for n in storage.listdir(path)):

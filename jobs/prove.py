@@ -18,6 +18,7 @@ from jobs.prove_clip import ClipConfig, ClipJudge, image_size
 from pipeline import storage
 from pipeline.decode import DecodeConfig
 from pipeline.errors import Refused
+from pipeline.evaluation import fingerprint
 from pipeline.manifest import Run, versions
 from pipeline.tables import digest_json
 from selection.proof.arms import SELECTED, ProofConfig
@@ -74,6 +75,8 @@ def run(node: DictConfig) -> None:
     config = build(node, "", ProveConfig)
     here = Run(storage.absolute(config.out, "out"), config.run)
     here.receipt()  # refuses a run that is not there before its folder is made for the lock
+    if config.evaluate is not None:
+        fingerprint(config.evaluate, "evaluate")  # refused now, not when the pool has been read
     chosen = set(SELECTED) & set(config.arms)
     selection = selection_seconds(here) if chosen else {}
     with storage.lock(here.path("proof")):

@@ -54,7 +54,7 @@ def leakage_stage(config: DictConfig) -> Stage:
     workers = build(config.cluster, "cluster", ClusterConfig)
     leakage = build(config.leakage, "leakage", LeakageConfig)
     for name, path in leakage.sets.items():
-        _content("leakage.sets", name, path)  # refused now, not after the scan
+        fingerprint(path, f"leakage.sets.{name}")  # refused now, not after the scan
     return LeakageStage(leakage, workers, partial(_scan_set, config, "leakage.sets"))
 
 
@@ -91,18 +91,10 @@ MAKERS: dict[str, Callable[[DictConfig], Stage]] = {
 def _scan_set(config: DictConfig, key: str, name: str, path: str) -> Scan:
     """The tables of the evaluation set that `<key>.<name>` gives the path of, made as the pool's are."""
     out, where = storage.absolute(config.out, "out"), storage.absolute(path, f"{key}.{name}")
-    folder = storage.join(out, "evaluation", name, _content(key, name, path))
+    folder = storage.join(out, "evaluation", name, fingerprint(path, f"{key}.{name}"))
     pool = PoolConfig(
         **{**plain(config.pool), "shards": as_shards(where, folder), "default_caption": "an image"}
     )
     scorer = build(config.scorer, "scorer", ScorerConfig) if config.scorer else None
     decode = build(config.decode, "decode", DecodeConfig)
     return scan(out, pool, scorer, decode, build(config.cluster, "cluster", ClusterConfig), ErrorBudget())
-
-
-def _content(key: str, name: str, path: str) -> str:
-    """Digest of what the evaluation set at `path` consists of. Raises Refused when there is none."""
-    try:
-        return fingerprint(storage.absolute(path, f"{key}.{name}"))
-    except (Refused, FileNotFoundError) as e:
-        raise Refused(f"{key}.{name}={path}: there is no such file or folder") from e

@@ -49,17 +49,23 @@ def _image_of_folder(fs: Any, folder: str, file: str) -> Image:
     return str(within).replace(".", "_").replace("/", "_"), {"jpg": fs.cat_file(file), **label}
 
 
-def fingerprint(path: str) -> str:
-    """Digest of what an evaluation set consists of: every file's name, size and time stamp; nothing is read."""
-    fs, p = storage.resolve(path)
+def fingerprint(path: str, key: str) -> str:
+    """Digest of what an evaluation set consists of: every file's name, size and time stamp; nothing is read.
+
+    key: the setting that names it. Raises Refused when there is nothing.
+    """
+    fs, p = storage.resolve(storage.absolute(path, key))
     if fs.exists(p):
         files = fs.find(p, detail=True) if fs.isdir(p) else {p: fs.info(p)}
         return digest_json([[name, storage.mark(files[name])] for name in sorted(files)])
-    return digest_json([[shard, storage.signature(shard)] for shard in shards.expand(path)])
+    try:
+        return digest_json([[shard, storage.signature(shard)] for shard in shards.expand(path)])
+    except (Refused, FileNotFoundError) as e:
+        raise Refused(f"{key}={path}: there is no such file or folder") from e
 
 
 def _parquet_images(path: str) -> Iterator[Image]:
-    with storage.open_file(path) as f:
+    with storage.open_input(path, "parquet") as f:
         table = pq.ParquetFile(f)
         column = next((c for c in IMAGE_COLUMNS if c in table.schema_arrow.names), None)
         if column is None:

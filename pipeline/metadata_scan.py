@@ -191,11 +191,8 @@ def _current(
 
 def _sources(file: str) -> list[Source]:
     """A file's row groups, as many to a table as come to TABLE_ROWS. Refuses an npz that does not fit."""
-    try:
-        with storage.open_file(file) as f:
-            meta = pq.ParquetFile(f).metadata
-    except pa.ArrowInvalid as e:
-        raise Refused(f"{file}: cannot be read as parquet: {str(e).splitlines()[0]}") from None
+    with storage.open_input(file, "parquet") as f:
+        meta = pq.ParquetFile(f).metadata
     npz.check_rows(file, meta.num_rows)
     found: list[Source] = []
     groups: list[int] = []

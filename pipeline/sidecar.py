@@ -49,7 +49,7 @@ class Sidecar:
 
 def read(path: str) -> Sidecar:
     """Raises Refused when the file has neither uid nor key, or its npz has another number of rows."""
-    with storage.open_file(path) as f:
+    with storage.open_input(path, "parquet") as f:
         table = pq.read_table(f)
     by = next((c for c in ("uid", "key") if c in table.column_names), None)
     if by is None:

@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 import uuid
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from typing import IO, Any
 
 import filelock
 import fsspec
+import polars as pl
+import pyarrow as pa
 import xxhash
 from fsspec.implementations.local import LocalFileSystem
 
@@ -104,6 +107,23 @@ def open_file(path: str, mode: str = "rb") -> IO[Any]:
     """Open for reading. Local files are plain unbuffered-by-fsspec files."""
     fs, p = resolve(path)
     return open(p, mode) if isinstance(fs, LocalFileSystem) else fs.open(p, mode)
+
+
+@contextlib.contextmanager
+def open_input(path: str, kind: str, key: str = "") -> Iterator[IO[Any]]:
+    """Open a file that the user gave, to be read within the block as `kind` (parquet, npz, ...).
+
+    key: the setting that names it, for messages. Raises Refused, with its name, when there is no such file and
+    when the block's reader cannot make sense of it.
+    """
+    what = f"{key}={path}" if key else path
+    try:
+        with open_file(path) as f:
+            yield f
+    except FileNotFoundError:
+        raise Refused(f"{what}: there is no such file") from None
+    except (pa.ArrowException, pl.exceptions.PolarsError, zipfile.BadZipFile, EOFError, ValueError) as e:
+        raise Refused(f"{what}: cannot be read as {kind}: {str(e).splitlines()[0]}") from None
 
 
 def read_bytes(path: str) -> bytes:

@@ -16,7 +16,7 @@ from pipeline.shards import expand
 def evaluation_captions(path: str) -> frozenset[str]:
     """Normalised captions of a parquet file (text, or lists of text), a text file with one a line, or shards."""
     if path.endswith(".parquet"):
-        with storage.open_file(path) as f:
+        with storage.open_input(path, "parquet", "evaluation") as f:
             file = pq.ParquetFile(f)
             column = next((c for c in CAPTIONS if c in file.schema_arrow.names), None)
             if column is None:

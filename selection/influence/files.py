@@ -8,12 +8,13 @@ Parquet: columns `split` (those set names), `y`, optionally `s`; every other num
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import IO, Any
 
 import numpy as np
 import polars as pl
 
 from pipeline.errors import Refused
-from pipeline.storage import local_copy
+from pipeline.storage import open_input
 from selection.influence.objectives import HeldOut
 
 SETS = ("train", "val", "guard", "test", "unlabelled")
@@ -37,13 +38,11 @@ def read_features(path: str) -> FeatureFile:
         Refused: not `.npz` or `.parquet`, no training or validation rows, widths that differ, values that are
             not finite, or labels that are not 0, 1, 2, ...
     """
-    with local_copy(path) as local:
-        if path.endswith(".npz"):
-            parts, l2, names = _read_npz(local)
-        elif path.endswith(".parquet"):
-            parts, l2, names = _read_parquet(local)
-        else:
-            raise Refused(f"features={path}: give a .npz or a .parquet file")
+    kind = path.rpartition(".")[2]
+    if kind not in ("npz", "parquet"):
+        raise Refused(f"features={path}: give a .npz or a .parquet file")
+    with open_input(path, kind, "features") as f:
+        parts, l2, names = _read_npz(f) if kind == "npz" else _read_parquet(f, path)
     for needed in ("train", "val"):
         if needed not in parts:
             raise Refused(f"features={path}: no {needed} rows; it needs x_train, y_train, x_val, y_val")
@@ -68,9 +67,9 @@ def read_features(path: str) -> FeatureFile:
 Parts = dict[str, dict[str, np.ndarray]]
 
 
-def _read_npz(path: str) -> tuple[Parts, float | None, tuple[str, ...]]:
+def _read_npz(f: IO[Any]) -> tuple[Parts, float | None, tuple[str, ...]]:
     parts: Parts = {}
-    with np.load(path) as file:
+    with np.load(f) as file:
         for name in SETS:
             part = {key: file[f"{key}_{name}"] for key in "xys" if f"{key}_{name}" in file.files}
             if "x" in part:
@@ -80,8 +79,8 @@ def _read_npz(path: str) -> tuple[Parts, float | None, tuple[str, ...]]:
     return parts, l2, names
 
 
-def _read_parquet(path: str) -> tuple[Parts, float | None, tuple[str, ...]]:
-    frame = pl.read_parquet(path)
+def _read_parquet(f: IO[Any], path: str) -> tuple[Parts, float | None, tuple[str, ...]]:
+    frame = pl.read_parquet(f.read())
     missing = [column for column in ("split", "y") if column not in frame.columns]
     if missing:
         raise Refused(f"{path}: no column {' or '.join(missing)}; it needs split, y and numeric features")

@@ -104,8 +104,10 @@ def kept(folder: str, make: Callable[[], Images]) -> Images:
     told = storage.read_json(about)
     shape = tuple(told["shape"])
     path = storage.join(folder, PIXELS)
-    pixels: npt.NDArray[np.uint8]
-    if storage.is_local(path):
+    pixels: npt.NDArray[np.uint8] = np.empty(shape, np.uint8)
+    if not shape[0]:
+        pass  # an empty file cannot be mapped
+    elif storage.is_local(path):
         pixels = np.memmap(storage.resolve(path)[1], np.uint8, "r", shape=shape)
     else:
         pixels = np.frombuffer(storage.read_bytes(path), np.uint8).reshape(shape)

@@ -294,7 +294,7 @@ def test_embeddings_that_are_none_never_reach_the_clusters(tmp_path: Path) -> No
         (["filters=[basic]", "scorer.weights=/x"], "pool.metadata has no images to score"),
         (["filters=[basic]", "pool.shards=/x/*.tar"], "pool.metadata: give it or shards, not both"),
         (["filters=[image_based]"], "filters.image_based.target: must be given"),
-        (["filters=[image_based]", "filters.image_based.target=/no/such.npy"], "/no/such.npy: no such file"),
+        (["filters=[image_based]", "filters.image_based.target=/no/such.npy"], "/no/such.npy: there is no such file"),
         (["filters=[image_based]", "filters.image_based.target={pool}/target.npy"], "clusters=100000: the pool has only 360"),
         (
             [

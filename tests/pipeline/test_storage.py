@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import fsspec
+import numpy as np
+import polars as pl
+import pyarrow.parquet as pq
 import pytest
 
 from pipeline import storage
@@ -93,3 +96,17 @@ def test_relative_paths_are_refused_inside_a_submitted_job(monkeypatch: pytest.M
     assert storage.absolute("/x", "out") == "/x"
     with pytest.raises(Refused, match=r"out=x: .*absolute path"):
         storage.absolute("x", "out")
+
+
+def test_an_input_that_is_not_there_or_not_what_it_should_be_is_refused_by_name(tmp_path: Path) -> None:
+    bad = tmp_path / "bad"
+    bad.write_bytes(b"xx")
+    for path, reader, says in (
+        (tmp_path / "none", pq.read_schema, f"truth={tmp_path}/none: there is no such file"),
+        (bad, pq.read_schema, f"truth={bad}: cannot be read as parquet: "),
+        (bad, lambda f: pl.read_parquet(f.read()), f"truth={bad}: cannot be read as parquet: "),
+        (bad, np.load, f"truth={bad}: cannot be read as parquet: "),
+    ):
+        with pytest.raises(Refused) as refused, storage.open_input(str(path), "parquet", "truth") as f:
+            reader(f)
+        assert str(refused.value).startswith(says)
