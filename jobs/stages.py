@@ -76,6 +76,8 @@ def selection_stage(config: DictConfig) -> Stage:
         return Scorer(build(config.scorer, "scorer", ScorerConfig)).embed_text(captions)
 
     settings = build(config.selection, "selection", InfluenceStageConfig)
+    if settings.target:
+        fingerprint(settings.target, "selection.target")  # refused now, not after the scan
     workers = build(config.cluster, "cluster", ClusterConfig)
     return InfluenceStage(settings, partial(_scan_set, config, "selection"), embed_text, workers)
 

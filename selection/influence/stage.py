@@ -15,6 +15,7 @@ from pipeline import reasons, storage
 from pipeline.cluster import ClusterConfig
 from pipeline.decisions import DECISION, Chain, Decisions
 from pipeline.errors import Refused
+from pipeline.evaluation import fingerprint
 from pipeline.scan import Scan
 from pipeline.tables import digest_json
 from selection.influence.config import SelectionConfig
@@ -55,10 +56,11 @@ class InfluenceStage:
     name: str = "influence"
 
     def identity(self) -> dict[str, Any]:
+        target = self.config.target
         return {
             **asdict(self.config),
             "classes": self.config.class_names(),
-            "target_signature": _signature(self.config.target),
+            "content": fingerprint(target, "selection.target") if target else None,
         }
 
     def run(self, chain: Chain) -> Iterator[tuple[str, pl.DataFrame]]:
@@ -75,13 +77,6 @@ class InfluenceStage:
 def _say(line: str) -> None:
     """Progress of what has no shards to count."""
     print(line, file=sys.stderr, flush=True)
-
-
-def _signature(target: str | None) -> Any:
-    if target is None:
-        return None
-    where = storage.absolute(target, "selection.target")
-    return storage.signature(where) if storage.exists(where) else None
 
 
 class _Work:
