@@ -24,7 +24,7 @@ def draw(rows: Sequence[dict[str, Any]]) -> bytes:
         known = [i for i, r in enumerate(rows) if r[key] is not None]
         if known:
             left.errorbar(
-                known, [rows[i][key] for i in known], [rows[i][f"{key}_sd"] for i in known], fmt=f"{mark}-",
+                known, [rows[i][key] for i in known], [rows[i][f"{key}_sd"] or 0.0 for i in known], fmt=f"{mark}-",
                 color=colour, label=label, capsize=3,
             )  # fmt: skip
     left.set_xticks(range(len(names)), names, rotation=30, ha="right")

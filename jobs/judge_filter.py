@@ -109,12 +109,12 @@ def _absolute(pool: PoolConfig, key: str) -> PoolConfig:
 
 
 def summary(name: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Means over the trials of one filter, and sample standard deviations (0 of a single trial)."""
+    """Means over the trials of one filter, and sample standard deviations (None of a single trial)."""
     row: dict[str, Any] = {"filter": name, "trials": len(outcomes), "kept": outcomes[0].kept}
     for key in FIGURES:
         values = [v for o in outcomes if (v := getattr(o, key)) is not None]
         row[key] = float(np.mean(values)) if values else None
-        row[f"{key}_sd"] = float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+        row[f"{key}_sd"] = float(np.std(values, ddof=1)) if len(values) > 1 else None
     return row
 
 
@@ -123,9 +123,7 @@ def as_text(rows: Sequence[dict[str, Any]], keep: float) -> str:
     width = max(len(r["filter"]) for r in rows)
     lines = [f"{'filter':{width}}  {'kept':>10}  " + "  ".join(f"{t:>13}" for t in TITLES)]
     for r in rows:
-        figures = [
-            "-" if r[key] is None else f"{100 * r[key]:.1f} ±{100 * r[f'{key}_sd']:.1f}" for key in FIGURES
-        ]
+        figures = [_figure(r[key], r[f"{key}_sd"]) for key in FIGURES]
         lines.append(f"{r['filter']:{width}}  {r['kept']:>10,}  " + "  ".join(f"{x:>13}" for x in figures))
     lines.append(
         f"\nEach keeps {keep:.0%}; {rows[0]['trials']} trial(s), ± standard deviation. precision: right pairs among"
@@ -133,6 +131,12 @@ def as_text(rows: Sequence[dict[str, Any]], keep: float) -> str:
         " kept.\n"
     )
     return "\n".join(lines)
+
+
+def _figure(mean: float | None, deviation: float | None) -> str:
+    if mean is None:
+        return "-"
+    return f"{100 * mean:.1f}" + ("" if deviation is None else f" ±{100 * deviation:.1f}")
 
 
 register("judge_filter", JudgeConfig)

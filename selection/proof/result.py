@@ -82,8 +82,9 @@ class Proof:
         ]
         for c in self.curves:
             reached = "never" if c.reached is None else f"{c.reached:.1f}"
+            spread = f"{100 * c.deviation[-1]:.1f}" if self.seeds > 1 else "-"
             lines.append(
-                f"{c.arm:<16}{c.accuracy[-1]:>12.1%}{100 * c.deviation[-1]:>7.1f}{c.samples[-1]:>12,}"
+                f"{c.arm:<16}{c.accuracy[-1]:>12.1%}{spread:>7}{c.samples[-1]:>12,}"
                 f"{c.unique[-1]:>12,.0f}{c.seconds[-1]:>10.1f}{reached:>11}"
             )
         spent = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.costs.selection.items())
