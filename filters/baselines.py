@@ -10,12 +10,12 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 
-from filters.hashing import uniform
 from filters.score import Cut, ScoreCut
 from pipeline import storage
 from pipeline.cluster import ClusterConfig
 from pipeline.errors import Refused
 from pipeline.tables import TableSet, digest_json
+from pipeline.uid_draw import uniform
 
 TOWERS = {"image": ("image",), "text": ("text",), "both": ("image", "text")}
 BLOCK = 4096

@@ -90,11 +90,11 @@ class Plan:
             cls = self.problems.tried(partial(_class_of, node))
             if cls is not None:
                 self.problems.lines += every_problem(_fields(node), f"filters.{name}", cls)
-        if not self.problems.lines:
-            self.problems.tried(lambda: build_stages(self.config))
         if "/" in self.config.run or self.config.run in ("", ".", ".."):
             self.problems.lines.append(f"run={self.config.run}: must be a plain name")
         self._paths()
+        if not self.problems.lines:
+            self.problems.tried(lambda: build_stages(self.config))
 
     def _paths(self) -> None:
         out = self.problems.tried(lambda: out_folder(self.config))

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from filters.hashing import uniform
 from pipeline import shards, storage
 from pipeline.samples import IMAGE_EXTS, PoolConfig, Sample, format_uid, pick, read_sample
+from pipeline.uid_draw import uniform
 
 SHARD = "{:05d}.tar"
 DONE = "poison.json"

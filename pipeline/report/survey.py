@@ -13,8 +13,9 @@ from pipeline import storage
 from pipeline.manifest import Run
 from pipeline.progress import Progress
 from pipeline.report.pictures import Place, places
-from pipeline.report.sampling import Smallest, uid_order
+from pipeline.report.sampling import Smallest
 from pipeline.tables import TableSet
+from pipeline.uid_draw import uniform
 from pipeline.uids import find_uids
 
 KEPT = "kept"  # the group of the samples without a reason
@@ -43,7 +44,7 @@ class Source:
         with Progress(title, len(self.ids)) as progress:
             for shard, table in self.tables.stream(self.ids, wanted):
                 decided = self.run.decisions.read(shard, ["reason", "cut"])
-                order = uid_order(table["uid_hi"].to_numpy(), table["uid_lo"].to_numpy())
+                order = uniform(table["uid_hi"].to_numpy(), table["uid_lo"].to_numpy(), seed=0)
                 yield (
                     shard,
                     table.with_columns(

@@ -15,6 +15,7 @@ import polars as pl
 from pipeline import storage
 from pipeline.decisions import Decisions
 from pipeline.tables import TableSet
+from pipeline.uid_draw import uniform
 from selection.influence.objectives import HeldOut
 from selection.influence.pool_labels import UNKNOWN, Coder, LabelRule
 from selection.influence.rows import OrderedMap, Rows
@@ -115,7 +116,9 @@ def _write(work: Preparation, shard: str, path: str) -> None:
     y = work.rule.label(frame, lambda tower: tables.embeddings(shard, tower))
     s = work.groups[1].codes(frame[work.groups[0]]) if work.groups else np.zeros(len(y), np.int32)
     known = usable & (y != UNKNOWN) & (s != UNKNOWN)
-    held = known & (uid_draw(frame, work.seed) < work.held_share)
+    held = known & (
+        uniform(frame["uid_hi"].to_numpy(), frame["uid_lo"].to_numpy(), work.seed) < work.held_share
+    )
     train = known & ~held
     with storage.commit(path) as tmp, open(tmp, "wb") as f:
         np.savez(
@@ -124,17 +127,6 @@ def _write(work: Preparation, shard: str, path: str) -> None:
             held_rows=np.flatnonzero(held).astype(np.int32), held_y=y[held], held_s=s[held],
             unknown=int((usable & ~known).sum()),
         )  # fmt: skip
-
-
-def uid_draw(frame: pl.DataFrame, seed: int) -> np.ndarray:
-    """(n,) float64 in [0, 1), a function of uid and seed: the same on every machine (splitmix64)."""
-    with np.errstate(over="ignore"):
-        z = frame["uid_hi"].to_numpy() ^ (frame["uid_lo"].to_numpy() * np.uint64(0x9E3779B97F4A7C15))
-        z = z + np.uint64(seed) * np.uint64(0xD1342543DE82EF95)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        z ^= z >> np.uint64(31)
-    return (z >> np.uint64(11)) * 2.0**-53
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,12 @@ from pipeline.errors import Refused
 from pipeline.evaluation import fingerprint
 from pipeline.scan import Scan
 from pipeline.tables import digest_json
+from pipeline.uid_draw import uniform
 from selection.influence.config import SelectionConfig
 from selection.influence.head import Head
 from selection.influence.objectives import HeldOut
 from selection.influence.on_ray import shard_map
-from selection.influence.pool import TOWERS, Features, PoolRows, Preparation, uid_draw
+from selection.influence.pool import TOWERS, Features, PoolRows, Preparation
 from selection.influence.pool_labels import (
     PSEUDO,
     Coder,
@@ -147,7 +148,8 @@ class _Work:
         share, found = rows / max(self.kept_before, 1), []
         for shard in self.chain.ids:
             frame = self.before.read(shard, ["uid_hi", "uid_lo", "kept"])
-            chosen = (uid_draw(frame, self.config.seed + 1) < share) & frame["kept"].to_numpy()
+            draw = uniform(frame["uid_hi"].to_numpy(), frame["uid_lo"].to_numpy(), self.config.seed + 1)
+            chosen = (draw < share) & frame["kept"].to_numpy()
             x = self.chain.tables.embeddings(shard, tower)[np.flatnonzero(chosen)]
             found.append(x[np.isfinite(x).all(axis=1)])
         return np.concatenate(found)

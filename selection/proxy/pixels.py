@@ -27,11 +27,10 @@ from pipeline.manifest import Run
 from pipeline.progress import Progress
 from pipeline.samples import PoolConfig, read_sample
 from pipeline.tables import TableSet
-from selection.draws import philox, seed_key
+from pipeline.uid_draw import uniform
 from selection.manifest_rows import UID
 
 PIXELS, ROWS, ABOUT = "pixels.bin", "rows.parquet", "about.json"
-_SAMPLING = 105
 _READ = 256  # images held as bytes at a time
 
 
@@ -139,11 +138,7 @@ def _save(folder: str, images: Images) -> None:
 
 def drawn(uids: npt.NDArray[np.void], share: float, seed: int) -> npt.NDArray[np.bool_]:
     """Which uids are in a random `share` of all: each by itself, the same in any company."""
-    low = np.uint64(0xFFFFFFFF)
-    halves = [part for name in ("f0", "f1") for part in (uids[name] & low, uids[name] >> np.uint64(32))]
-    k0, k1 = seed_key(seed)
-    key = ((k0 + halves[3]) & low, (k1 + np.uint64(_SAMPLING)) & low)
-    return philox(key, (halves[0], halves[1], halves[2], 0))[0] < share * 2.0**32
+    return uniform(uids["f0"], uids["f1"], seed) < share
 
 
 def _of_shards(pool: PoolConfig) -> Shards:

@@ -12,10 +12,10 @@ import polars as pl
 import pytest
 
 from filters.baselines import RandomCut, TrustedOrNot
-from filters.hashing import uniform
 from pipeline.cluster import ClusterConfig
 from pipeline.errors import Refused
 from pipeline.tables import TableSet
+from pipeline.uid_draw import uniform
 
 D = 8
 SCORER = {"architecture": {"embed_dim": D}, "weights": "w"}

@@ -15,8 +15,9 @@ from pipeline.report.explorer import Explorer, _axis, _explorer
 from pipeline.report.page import number, seconds, share
 from pipeline.report.pairs import EVALUATION, largest_groups
 from pipeline.report.pictures import _pictures
-from pipeline.report.sampling import Smallest, uid_order
+from pipeline.report.sampling import Smallest
 from pipeline.report.survey import Range, Score
+from pipeline.uid_draw import uniform
 from pipeline.uids import SUBSET
 from tests.build import make_shard, sample, scan_shard
 
@@ -26,7 +27,7 @@ def frame(rows: int, first: int = 0) -> pl.DataFrame:
     return pl.DataFrame(
         {
             "group": ["even" if n % 2 == 0 else "odd" for n in numbers],
-            "order": uid_order(numbers * np.uint64(7), numbers),
+            "order": uniform(numbers * np.uint64(7), numbers, 0),
             "shard": [f"s{n // 10}" for n in numbers],
             "row": [int(n) % 10 for n in numbers],
         }
@@ -40,16 +41,6 @@ def test_a_sample_does_not_depend_on_how_the_pool_was_parted() -> None:
         parts.add(frame({60: 40, 0: 30, 30: 30}[start], start))
     assert whole.rows().equals(parts.rows())
     assert dict(whole.rows()["group"].value_counts().iter_rows()) == {"odd": 3, "even": 5}
-
-
-def test_uid_order_is_uniform_whatever_the_uids() -> None:
-    n = 20_000
-    for lo in (np.arange(n), np.arange(n) << 40):
-        order = uid_order(np.zeros(n, np.uint64), lo.astype(np.uint64))
-        assert len(np.unique(order)) == n
-        counts, _ = np.histogram(order, 20, (0, 1))
-        assert counts.min() > 0.85 * n / 20
-        assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.03
 
 
 def found(values: np.ndarray, cut: float | None = None) -> Range:

@@ -189,7 +189,7 @@ def test_gzipped_and_plain_shards_give_the_same_rows(tmp_path: Path) -> None:
 def test_an_error_in_a_worker_names_the_shard(tmp_path: Path) -> None:
     pool = make_pool(tmp_path / "pool", 1, 2)
     (tmp_path / "pool" / "00000.parquet").write_bytes(b"not parquet")
-    with pytest.raises(WinnowError, match=r"00000\.tar: ArrowInvalid: \w"):
+    with pytest.raises(WinnowError, match=r"00000\.parquet: cannot be read as parquet: \w"):
         run(tmp_path / "out", pool)
     os.unlink(tmp_path / "pool" / "00000.parquet")
     assert run(tmp_path / "out", pool).samples == 2

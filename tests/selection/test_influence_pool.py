@@ -9,7 +9,6 @@ from PIL import Image
 
 from pipeline.errors import Refused
 from pipeline.scorer import Scorer, ScorerConfig
-from selection.influence.pool import uid_draw
 from selection.influence.pool_labels import (
     UNKNOWN,
     Coder,
@@ -64,16 +63,6 @@ def test_nearest_prompts_and_clusters_label_each_row() -> None:
     assert len(set(found)) == 3
     with pytest.raises(Refused, match="only 60 rows"):
         cluster_labels("image", points, 61, seed=0)
-
-
-def test_draws_are_even_and_belong_to_the_uid() -> None:
-    rng = np.random.default_rng(0)
-    uids = {k: rng.integers(0, 2**64, 20_000, np.uint64) for k in ("uid_hi", "uid_lo")}
-    frame = pl.DataFrame(uids)
-    draw = uid_draw(frame, 0)
-    assert np.histogram(draw, 10, (0, 1))[0].min() > 1_850
-    np.testing.assert_array_equal(uid_draw(frame[::-1], 0)[::-1], draw)
-    assert abs(np.corrcoef(draw, uid_draw(frame, 1))[0, 1]) < 0.03
 
 
 def test_text_is_embedded_as_with_its_image(tiny_scorer: Path) -> None:
