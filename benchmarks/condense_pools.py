@@ -36,10 +36,10 @@ def write(path: Path, images: Labelled) -> None:
                 tar.addfile(info, io.BytesIO(content))
 
 
-def digits(folder: Path) -> None:
-    """1,297 digits as the pool, 500 others as the test set, 8 x 8."""
+def digits(folder: Path, seed: int) -> None:
+    """1,297 digits as the pool, 500 others as the test set, 8 x 8. seed: decides which."""
     data = load_digits()
-    order = np.random.default_rng(0).permutation(len(data.target))
+    order = np.random.default_rng(seed).permutation(len(data.target))
     for name, rows in (("test", order[:TEST_DIGITS]), ("pool", order[TEST_DIGITS:])):
         write(
             folder / name / "00000.tar",
@@ -74,9 +74,10 @@ def main() -> None:
     parser.add_argument("--test")
     parser.add_argument("--classes", type=int, default=10)
     parser.add_argument("--each", type=int, default=5000)
+    parser.add_argument("--seed", type=int, default=0, help="of the split of digits")
     a = parser.parse_args()
     if a.what == "digits":
-        digits(a.folder)
+        digits(a.folder, a.seed)
     else:
         cifar10(a.folder, a.train, a.test, a.classes, a.each)
 

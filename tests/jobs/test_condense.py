@@ -67,11 +67,12 @@ def test_first_gives_prefixes_of_stored_and_of_training_images(pool, tmp_path, i
         whole.first(3)
 
 
-def test_the_same_command_gives_the_same_bytes_on_any_run(pool, tmp_path, in_process):
-    for name in ("one", "two"):
-        assert call(condense, f"pool.shards={pool}", f"to={tmp_path / name}", *QUICK) == 0
+def test_one_and_two_ray_workers_give_the_same_bytes(pool, tmp_path, ray_cluster):
+    for number in (1, 2):
+        more = ("classes_per_group=1", f"cluster.workers={number}", f"to={tmp_path / str(number)}")
+        assert call(condense, f"pool.shards={pool}", *QUICK, *more) == 0
     one, two = (
-        {k: v for k, v in contents(tmp_path / n).items() if not k.startswith("pool/")} for n in ("one", "two")
+        {k: v for k, v in contents(tmp_path / n).items() if not k.startswith("pool/")} for n in ("1", "2")
     )
     one.pop("cost.json"), two.pop("cost.json")  # it tells the seconds
     assert one == two
