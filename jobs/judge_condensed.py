@@ -123,7 +123,7 @@ class Judging:
         rate = self._rate(METHOD_OF[name])
         config = replace(config, method=METHOD_OF[name], image_lr=rate)
         if name == "A":
-            made = [self._condensed(f"A-{s}", replace(config, images_per_class=s)) for s in self.config.sizes]
+            made = [self._of_size(s, config) for s in self.config.sizes]
             sets = [load_ranked(folder) for folder in made]
             with Progress("judge A", len(sets), "size") as progress:
                 accuracy = []
@@ -151,6 +151,11 @@ class Judging:
         if not storage.exists(storage.join(folder, META)):
             make_set(self.here, replace(self.config, method=method, seed=seed), folder)
         return folder
+
+    def _of_size(self, s: int, config: CondenseConfig) -> str:
+        """A set condensed for s images alone; that of all n is C's."""
+        name = config.method if s == config.images_per_class else f"A-{s}"
+        return self._condensed(name, replace(config, images_per_class=s))
 
     def _condensed(self, name: str, config: CondenseConfig, images: str | None = None) -> str:
         folder = storage.join(self.to, "sets", name)
