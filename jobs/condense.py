@@ -95,7 +95,7 @@ def run(node: DictConfig) -> None:
     to = storage.absolute(config.to, "to")
     with storage.lock(to):
         here = open_run(config, storage.join(to, "pool"))
-        request = {"config": _deciding(node), "run": here.receipt()["stages"][-1]["digest"]}
+        request = {"config": _deciding(node), "run": here.digest()}
         if claim(to, request):
             print(f"{to}/ holds this set already")
             return

@@ -79,7 +79,7 @@ def run(node: DictConfig) -> None:
         kept = {
             k: v for k, v in plain(node).items() if k not in ("rows", "cluster", "to", "out", "run", "pool")
         }
-        claim(to, {"judge": kept, "run": here.receipt()["stages"][-1]["digest"]})
+        claim(to, {"judge": kept, "run": here.digest()})
         judging = Judging(here, config, to)
         with group_workers(config.cluster, judging.groups) as judging.pool:
             rows = [judging.row(name) for name in config.rows]

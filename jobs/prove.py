@@ -153,7 +153,7 @@ def pool_images(
     """
     receipt = here.receipt()
     share = min(1.0, config.limit / receipt["pool"]["samples"])
-    decided = [receipt["stages"][-1]["digest"], text_is, asdict(config.decode), size, share]
+    decided = [here.digest(), text_is, asdict(config.decode), size, share]
     return pixels.kept(
         here.path("proof", "images", digest_json(decided)),
         lambda: pixels.of_run(here, text, size, config.decode, whole_pool=True, share=share),
@@ -183,7 +183,7 @@ def write(here: Run, config: ProveConfig, proof: Proof, node: dict[str, Any]) ->
     image = io.BytesIO()
     proof.figure().savefig(image, format="png", dpi=120)
     storage.write_bytes(here.path("proof", f"{config.name}.png"), image.getvalue())
-    content = {**proof.as_json(), "config": node, "versions": versions()}
+    content = {**proof.as_json(), "run": here.digest(), "config": node, "versions": versions()}
     storage.write_json(here.path("proof", f"{config.name}.json"), content)
 
 

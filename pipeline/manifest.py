@@ -76,6 +76,10 @@ class Run:
             )
         return storage.read_json(path)
 
+    def digest(self) -> str:
+        """Of all that decided the selection: another one under the same name has another. Refuses as `receipt`."""
+        return self.receipt()["stages"][-1]["digest"]
+
     def shard_ids(self) -> list[str]:
         """The shard ids of the pool, in its order."""
         with storage.open_file(self.path("accounting.parquet")) as f:

@@ -127,13 +127,17 @@ def _ranked(folder: str) -> Iterator[tuple[Shard, Any, dict[str, Any]]]:
 
 
 def proofs(run: Run) -> list[dict[str, Any]]:
-    """Every proof of the run by name, with its curves laid out over a logarithmic axis of seconds."""
-    found = []
+    """Every proof of the run by name, with its curves laid out over a logarithmic axis of seconds.
+
+    `stale` tells that it was made of another selection that had the run's name.
+    """
+    found, digest = [], run.digest()
     for name in storage.listdir(run.path("proof")):
         if name.endswith(".json"):
             proof = storage.read_json(run.path("proof", name))
             if proof.get("curves"):
-                found.append({"name": name.removesuffix(".json"), **proof, "plot": curves(proof)})
+                about = {"name": name.removesuffix(".json"), "stale": proof.get("run") != digest}
+                found.append({**proof, **about, "plot": curves(proof)})
     return found
 
 

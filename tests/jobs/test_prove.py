@@ -52,6 +52,7 @@ def test_every_arm_is_trained_and_the_result_written_three_ways(
     assert found["verdict"] in told
     assert list(found["costs"]["selection"]) == ["scan"]
     assert found["costs"]["image"] > 0
+    assert found["run"] == run.digest()
     samples = {c["arm"]: c["samples"][-1] for c in found["curves"]}
     assert samples.pop("all") == 152
     assert set(samples.values()) == {80}  # half of twice 76, in batches of 8

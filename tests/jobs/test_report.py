@@ -281,6 +281,7 @@ def chosen(run: Path, tmp_path: Path) -> Path:
         "target": 0.6,
         "target_is": "as asked for",
         "verdict": "It paid.",
+        "run": receipt(copy)["stages"][-1]["digest"],
     }
     proof |= {
         "costs": {"selection": {"scan": 1.5}, "image": 0.001},
@@ -334,7 +335,15 @@ def test_selections_beside_the_run_are_shown(chosen: Path, tmp_path: Path, brows
     assert [list(map(int, row.split())) for row in uses] == [[0, 1]] * odd + [[1, half], [2, half]]
     assert page.locator("#proof tbody tr").count() == 2
     assert "1 min 10 s" in page.locator("#proof").inner_text()
+    assert "earlier selection" not in page.locator("#proof").inner_text()
     assert reader.trouble == []
+
+
+def test_a_proof_of_another_selection_is_told_apart(chosen: Path, browser: Any) -> None:
+    path = chosen / "proof" / "proof.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "run": "another"}))
+    assert call(report, f"out={chosen.parents[1]}") == 0
+    assert "earlier selection" in Reader(browser, chosen / "report.html").page.locator("#proof").inner_text()
 
 
 def test_a_folder_without_condensed_images_is_refused(run: Path, tmp_path: Path, capfd: Any) -> None:
