@@ -21,6 +21,7 @@ from jobs.launch import build, launch, plain, register
 from pipeline import storage
 from pipeline.cluster import ActorPool
 from pipeline.errors import Refused
+from pipeline.evaluation import fingerprint
 from pipeline.manifest import Run, versions
 from pipeline.progress import Progress
 from selection.condense.config import CondenseConfig
@@ -74,12 +75,13 @@ class JudgeJob(CondenseJob):
 def run(node: DictConfig) -> None:
     config = build(node, "", JudgeJob)
     to = storage.absolute(config.to, "to")
+    test = fingerprint(config.test, "test")  # refused now, not when sets have been made
     with storage.lock(to):
         here = open_run(config, storage.join(to, "pool"))
         kept = {
             k: v for k, v in plain(node).items() if k not in ("rows", "cluster", "to", "out", "run", "pool")
         }
-        claim(to, {"judge": kept, "run": here.digest()})
+        claim(to, {"judge": kept, "run": here.digest(), "test": test})
         judging = Judging(here, config, to)
         with group_workers(config.cluster, judging.groups) as judging.pool:
             rows = [judging.row(name) for name in config.rows]

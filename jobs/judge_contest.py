@@ -24,6 +24,7 @@ from pipeline.cluster import ClusterConfig
 from pipeline.decisions import run_chain
 from pipeline.decode import DecodeConfig
 from pipeline.errors import Refused
+from pipeline.evaluation import fingerprint
 from pipeline.manifest import Run, write_outputs
 from pipeline.samples import PoolConfig, format_uid
 from pipeline.scan import ErrorBudget, Scan, scan
@@ -128,12 +129,23 @@ class Outcome:
 
 
 class Trials:
-    """Runs trials in `arena.out`; what is done is not done again."""
+    """Runs trials in `arena.out`; what is done is not done again.
+
+    Raises Refused, before anything is trained, when what the filters are to be judged by is not there.
+    """
 
     def __init__(self, arena: Arena, contestants: Mapping[str, ContestantConfig]) -> None:
         self.arena, self.contestants = arena, contestants
         self._truth = _read_truth(arena.truth) if arena.truth else None
         self._images: dict[int, Any] = {}
+        self._judged_by = {
+            key: fingerprint(path, key)
+            for key, path in (
+                ("truth.path", arena.truth and arena.truth.path),
+                ("held_out.images", arena.held_out and arena.held_out.images),
+            )
+            if path
+        }
 
     def run(self, name: str, seed: int) -> Outcome:
         """The trial of a contestant: its training, if it is trained here, and its small model take `seed`."""
@@ -144,6 +156,7 @@ class Trials:
             if contestant.kind != "network"
             else None,
             "seed": seed,
+            "judged_by": self._judged_by,
             **{k: v for k, v in asdict(arena).items() if k not in ("out", "cluster")},
         }
         path = storage.join(arena.out, "results", f"{name}-{seed}-{digest_json(request)}.json")

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from matplotlib.figure import Figure
 from omegaconf import MISSING, DictConfig
 
 from filters.network.result import SUMMARY
@@ -23,7 +24,7 @@ from pipeline.manifest import Run, versions
 from pipeline.tables import digest_json
 from selection.proof.arms import SELECTED, ProofConfig
 from selection.proof.labelled import ProxyJudge
-from selection.proof.result import Costs, Proof, summarise
+from selection.proof.result import Costs, summarise
 from selection.proof.trainings import Judge, train_all
 from selection.proxy import LabelConfig, LabelledImages, ProxyConfig, load_images, pixels
 from selection.proxy.images import labelled, text_of
@@ -74,7 +75,7 @@ class ProveConfig(ProofConfig):
 def run(node: DictConfig) -> None:
     config = build(node, "", ProveConfig)
     here = Run(storage.absolute(config.out, "out"), config.run)
-    here.receipt()  # refuses a run that is not there before its folder is made for the lock
+    digest = here.digest()  # refuses a run that is not there before its folder is made for the lock
     if config.evaluate is not None:
         fingerprint(config.evaluate, "evaluate")  # refused now, not when the pool has been read
     chosen = set(SELECTED) & set(config.arms)
@@ -84,7 +85,7 @@ def run(node: DictConfig) -> None:
         trainings = train_all(judge, config, here.path("proof", "trainings"))
         costs = Costs(selection=selection, image=image)
         proof = summarise(trainings, costs, judge.metric, config.target)
-        write(here, config, proof, plain(node))
+        write(here, config, {**proof.as_json(), "run": digest, "config": plain(node)}, proof.figure())
     print(f"{proof.table()}\n\n{proof.verdict}\n{here.path('proof', config.name)}.json and .png hold it")
 
 
@@ -179,12 +180,11 @@ def selection_seconds(here: Run) -> dict[str, float]:
     return spent | {k: s for k, s in receipt["seconds"].items() if k != "scan"}
 
 
-def write(here: Run, config: ProveConfig, proof: Proof, node: dict[str, Any]) -> None:
+def write(here: Run, config: ProveConfig, content: dict[str, Any], figure: Figure) -> None:
     image = io.BytesIO()
-    proof.figure().savefig(image, format="png", dpi=120)
+    figure.savefig(image, format="png", dpi=120)
     storage.write_bytes(here.path("proof", f"{config.name}.png"), image.getvalue())
-    content = {**proof.as_json(), "run": here.digest(), "config": node, "versions": versions()}
-    storage.write_json(here.path("proof", f"{config.name}.json"), content)
+    storage.write_json(here.path("proof", f"{config.name}.json"), {**content, "versions": versions()})
 
 
 register("prove", ProveConfig)

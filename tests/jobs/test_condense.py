@@ -157,3 +157,9 @@ def test_judging_prints_a_row_a_method_and_goes_on_where_it_stopped(pool, tmp_pa
     assert "s=1" in out
     assert "FLOPs" in out
     assert (to / "judged.png").exists()
+    capfd.readouterr()
+    labelled_pool(tmp_path / "test", 90)
+    assert call(judge_condensed, *command, "rows=[random]") == 2
+    assert "holds a set of other settings" in capfd.readouterr().err
+    assert call(judge_condensed, *command, "rows=[random]", "test=/nowhere") == 2
+    assert "test=/nowhere: there is no such file or folder" in capfd.readouterr().err

@@ -129,6 +129,8 @@ def names(path: Path) -> list[str]:
         (["truth.path=null", "held_out.images=null"], "there is nothing to judge by"),
         (["trusted.shards=null"], "trusted.shards: must be given"),
         (["+contestants.trained.poison=2"], "contestants.trained.poison=2"),
+        (["held_out.images=/nowhere"], "held_out.images=/nowhere: there is no such file or folder"),
+        (["truth.path=/nowhere"], "truth.path=/nowhere: there is no such file"),
         (["held_out.class_names=null"], "held_out.class_names: give"),
         (["~contestants.trained", "~contestants.unfiltered"], "a classifier needs a network"),
     ],
@@ -139,3 +141,4 @@ def test_what_cannot_be_judged_is_refused(
 ):
     assert judge(data, tmp_path, *overrides) == 2
     assert complaint in capfd.readouterr().err
+    assert not (tmp_path / "networks").exists()
